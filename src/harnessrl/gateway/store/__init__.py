@@ -1,0 +1,152 @@
+"""What the gateway keeps, as a protocol.
+
+Every method that changes something returns after the change is durable (invariant 11). `NotFound` and
+`Conflict` are the only errors that a caller has to expect.
+"""
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from harnessrl.schemas import (
+    AttemptEnd,
+    Call,
+    Endpoint,
+    Event,
+    Json,
+    LeaseState,
+    Mode,
+    NewRollout,
+    Rollout,
+    State,
+    StatusPatch,
+    TerminalPage,
+)
+
+__all__ = ["CallRecord", "Conflict", "NotFound", "Store"]
+
+
+class NotFound(Exception):
+    """No such rollout (or it was deleted)."""
+
+
+class Conflict(Exception):
+    """The rollout is in a state that does not allow this."""
+
+
+@dataclass(slots=True)
+class CallRecord:
+    """One model call as the proxy hands it to the store: whole; the store keeps the difference to `parent`."""
+
+    call_id: str
+    rollout_id: str
+    attempt_id: str
+    mode: Mode
+    dialect: str
+    model: str
+    endpoint: str
+    model_version: int
+    agent: str | None
+    request: Json
+    """As sent upstream (chat endpoints) or as received (token endpoints)."""
+    response: Json
+    """The answer in its dialect, without token ids and log-probabilities (kept in the arrays below)."""
+    prompt_ids: np.ndarray
+    """int32, whole."""
+    sampled_ids: np.ndarray
+    """int32."""
+    logprobs: np.ndarray | None
+    """float32, of `sampled_ids`."""
+    versions: list[tuple[int, int]]
+    temperature: float
+    continuity: str
+    parent: str | None
+    """Call whose context the prompt continues, if any; the store shares its ids and messages with it."""
+    started_at: float
+    latency_ms: float
+    http_status: int
+    status: str
+    """`ok` or `error`."""
+    delivered: bool
+    trainable: bool
+    untrainable_reason: str | None = None
+    capture_failed: bool = False
+    held_ms: float = 0
+    retry_count: int = 0
+    usage: Json | None = None
+    finish_reason: str | None = None
+    error: Json | None = None
+    arrays: dict[str, np.ndarray] = field(default_factory=dict)
+    """Further named per-token arrays (expert routing, sampling masks)."""
+
+
+class Store(Protocol):
+    async def create_rollouts(self, new: Sequence[NewRollout]) -> list[Rollout]:
+        """Create all or none; a known `rollout_id` returns the stored rollout unchanged."""
+        ...
+
+    async def get_rollout(self, rollout_id: str) -> Rollout: ...
+
+    async def attempts(self, rollout_id: str) -> list[str]:
+        """Attempt ids that have events or calls, in the order of their first."""
+        ...
+
+    async def list_rollouts(self, states: Sequence[State], limit: int) -> list[Rollout]:
+        """Queuing ones by priority, then age; others by age."""
+        ...
+
+    async def terminal(self, after: int, limit: int) -> TerminalPage: ...
+
+    async def patch_status(self, rollout_id: str, patch: StatusPatch) -> Rollout: ...
+
+    async def delete_rollout(self, rollout_id: str) -> None: ...
+
+    async def claim(self, rollout_id: str, controller: str, lease_seconds: float) -> tuple[Rollout, str]:
+        """Compare-and-set queuing → running under a lease; returns the rollout and its new attempt id."""
+        ...
+
+    async def renew(self, controller: str, rollout_ids: Sequence[str], lease_seconds: float) -> LeaseState: ...
+
+    async def end_attempt(self, rollout_id: str, attempt_id: str, end: AttemptEnd) -> Rollout: ...
+
+    async def requeue_expired(self) -> list[str]:
+        """Rollouts whose controller's lease ran out: queued again if attempts are left, else failed (infra)."""
+        ...
+
+    async def add_event(self, rollout_id: str, attempt_id: str, event_type: str, data: Json) -> Event: ...
+
+    async def events(self, rollout_id: str, attempt_id: str, event_type: str | None = None) -> list[Event]:
+        """In insertion order; calls appear as v1.0 `model_request` events, rebuilt whole."""
+        ...
+
+    async def add_call(self, call: CallRecord) -> None: ...
+
+    async def set_delivered(self, call_id: str, delivered: bool) -> None: ...
+
+    async def calls(self, rollout_id: str, attempt_id: str) -> list[Call]: ...
+
+    async def call_records(self, rollout_id: str, attempt_id: str) -> list[CallRecord]:
+        """Whole calls, for rebuilding the proxy's memory of a live rollout after a restart."""
+        ...
+
+    async def add_held_seconds(self, rollout_id: str, seconds: float) -> None: ...
+
+    async def endpoints(self) -> list[Endpoint]: ...
+
+    async def put_endpoints(self, endpoints: Sequence[Endpoint]) -> None: ...
+
+    async def delete_endpoints(self) -> None: ...
+
+    async def get_setting(self, name: str) -> Any:
+        """A small JSON value kept over restarts (signing key, pause state); None if unset."""
+        ...
+
+    async def put_setting(self, name: str, value: Any) -> None: ...
+
+    def changes(self, after: int | None) -> AsyncIterator[tuple[int, str, State]]:
+        """(cursor, rollout id, state) of each state change, from `after` on, then live."""
+        ...
+
+    async def close(self) -> None: ...
