@@ -1,0 +1,204 @@
+"""From groups of rollouts to optimizer steps whose loss is exactly Σ weight · loss over tokens (invariant 7).
+
+Groups are divided into steps by their ids and a seed, before rows exist. Advantages belong to whole groups, weights
+to whole steps: what is dropped, cut or skipped afterwards changes neither, and neither do rows, micro-batches,
+padding, order or ranks.
+"""
+
+import heapq
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from harnessrl.trainer.advantage import group_advantages, spread
+from harnessrl.trainer.algorithm import AlgorithmConfig
+from harnessrl.trainer.credit import Credit, assign_credit
+from harnessrl.trainer.rollout import FinishedRollout
+from harnessrl.trainer.rows import Row, make_rows
+from harnessrl.trainer.trajectory import build_trajectory
+
+__all__ = ["Group", "Step", "Update", "build_update", "plan_micro_batches"]
+
+
+@dataclass(frozen=True)
+class Group:
+    """The rollouts of one task that are compared with each other."""
+
+    group_id: str
+    rollouts: list[FinishedRollout]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step."""
+
+    group_ids: list[str]
+    rows: list[Row]
+    rollouts: int
+    """N_k: its rollouts before anything was dropped, without those that the infrastructure failed."""
+
+
+@dataclass(frozen=True)
+class Update:
+    steps: list[Step]
+    dropped: dict[str, int]
+    """Sampled tokens that are trained in no row, by reason."""
+    metrics: dict[str, float]
+
+    @property
+    def rows(self) -> list[Row]:
+        return [row for step in self.steps for row in step.rows]
+
+
+@dataclass(frozen=True)
+class _GroupRows:
+    rows: list[Row]
+    rollouts: int
+    skipped: bool
+    dropped: Counter[str]
+    counts: Counter[str]
+
+
+def build_update(
+    groups: Sequence[Group], config: AlgorithmConfig, seed: int, max_tokens: int | None = None
+) -> Update:
+    """Everything of an update but the forward pass.
+
+    `max_tokens`: the longest row that the model can take. The order of groups, rollouts and calls changes nothing.
+    """
+    dropped: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    steps = []
+    for part in _divide(groups, config.steps_per_update, seed):
+        built = [_group_rows(group, config, max_tokens) for group in part]
+        rollouts = sum(b.rollouts for b in built)
+        _fill_weights([row for b in built for row in b.rows], rollouts, config)
+        kept = [row for b in built if not b.skipped for row in b.rows]
+        steps.append(Step([group.group_id for group in part], kept, rollouts))
+        for b in built:
+            dropped += b.dropped
+            counts += b.counts
+            if b.skipped:
+                dropped["no_spread"] += sum(row.trained_tokens for row in b.rows)
+    return Update(steps, {k: v for k, v in dropped.items() if v}, _metrics(groups, steps, dropped, counts, config))
+
+
+def _divide(groups: Sequence[Group], parts: int, seed: int) -> list[list[Group]]:
+    """Into at most `parts` parts of nearly equal numbers of groups, by id and seed only."""
+    ordered = sorted(groups, key=lambda group: group.group_id)
+    shuffled = [ordered[i] for i in np.random.default_rng(seed).permutation(len(ordered))]
+    parts = min(parts, len(shuffled))
+    return [shuffled[k::parts] for k in range(parts)]
+
+
+def _group_rows(group: Group, config: AlgorithmConfig, max_tokens: int | None) -> _GroupRows:
+    rows: list[Row] = []
+    dropped: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    credits_N: list[Credit] = []
+    rows_N: list[list[Row]] = []
+    for rollout in sorted(group.rollouts, key=lambda r: r.rollout_id):
+        if rollout.failure_kind == "infra":
+            dropped["infra_failure"] += rollout.sampled_tokens
+            counts["rollouts_infra_failed"] += 1
+            continue
+        trajectory = build_trajectory(rollout, config.train_agents)
+        rollout_rows, rollout_dropped = make_rows(trajectory, max_tokens, config.overflow)
+        credits_N.append(assign_credit(trajectory, config))
+        rows_N.append(rollout_rows)
+        rows += rollout_rows
+        dropped += rollout_dropped
+        counts["rollouts_agent_failed"] += rollout.failure_kind == "agent"
+        counts["rollouts_unusable"] += trajectory.unusable is not None
+        counts["rollouts_without_rows"] += not rollout_rows
+        counts["ambiguous_parents"] += trajectory.ambiguous
+    skipped = False
+    if credits_N:
+        returns_NK = [c.returns_K if len(c.returns_K) else np.array([c.outcome]) for c in credits_N]
+        advantages_NK = group_advantages(returns_NK, config.advantage)
+        counts["groups_without_spread"] += spread(returns_NK) == 0
+        skipped = config.no_spread == "skip" and not any(a.any() for a in advantages_NK)
+        for credit, advantages_K, rollout_rows in zip(credits_N, advantages_NK, rows_N, strict=True):
+            _fill_advantages(rollout_rows, credit, advantages_K)
+    return _GroupRows(rows, len(credits_N), skipped, dropped, counts)
+
+
+def _fill_advantages(rows: list[Row], credit: Credit, advantages_K: np.ndarray) -> None:
+    if not len(credit.calls_K):
+        return
+    by_call = np.zeros(credit.calls_K[-1] + 1, dtype=np.float32)
+    by_call[credit.calls_K] = advantages_K * credit.weights_K
+    for row in rows:
+        row.advantages_T[row.mask_T] = by_call[row.calls_T[row.mask_T]]
+
+
+def _fill_weights(rows: list[Row], rollouts: int, config: AlgorithmConfig) -> None:
+    """What each trained token's loss is multiplied by; `rows` are all of a step's, `rollouts` its N_k."""
+    tokens_by_rollout: Counter[str] = Counter()
+    for row in rows:
+        tokens_by_rollout[row.rollout_id] += row.trained_tokens
+    for row in rows:
+        match config.aggregation:
+            case "rollout_mean":
+                weight = 1 / (rollouts * tokens_by_rollout[row.rollout_id])
+            case "token_mean":
+                weight = 1 / tokens_by_rollout.total()
+            case "rollout_sum":
+                assert config.length_constant is not None
+                weight = 1 / (rollouts * config.length_constant)
+            case "row_mean":
+                weight = 1 / (len(rows) * row.trained_tokens)
+        row.weights_T[row.mask_T] = weight
+
+
+def _metrics(
+    groups: Sequence[Group], steps: list[Step], dropped: Counter[str], counts: Counter[str], config: AlgorithmConfig
+) -> dict[str, float]:
+    compared = [r for group in groups for r in group.rollouts if r.failure_kind != "infra"]
+    outcomes = np.array([r.outcome(config.failure_reward) for r in compared])
+    rows = [row for step in steps for row in step.rows]
+    metrics: dict[str, float] = {
+        "reward_mean": float(outcomes.mean()) if len(outcomes) else float("nan"),
+        "reward_std": float(outcomes.std()) if len(outcomes) else float("nan"),
+        "groups": len(groups),
+        "rollouts": len(compared),
+        "rows": len(rows),
+        "calls": sum(len(r.calls) for r in compared),
+        "tokens_in_rows": sum(len(row) for row in rows),
+        "tokens_trained": sum(row.trained_tokens for row in rows),
+        "tokens_dropped": dropped.total(),
+    }
+    for name in (
+        "groups_without_spread",
+        "rollouts_agent_failed",
+        "rollouts_infra_failed",
+        "rollouts_unusable",
+        "rollouts_without_rows",
+        "ambiguous_parents",
+    ):
+        metrics[name] = counts[name]
+    return metrics | {f"dropped/{reason}": tokens for reason, tokens in dropped.items() if tokens}
+
+
+def plan_micro_batches(lengths: Sequence[int], token_budget: int, ranks: int = 1) -> list[list[list[int]]]:
+    """Indices of rows by rank and micro-batch, so that no rank waits long for another.
+
+    Every rank gets the same number of micro-batches (the last may be empty), as few as the budget allows: the
+    longest rows first, each into the emptiest micro-batch. One row that alone exceeds the budget is a micro-batch
+    of its own.
+    """
+    loads = [min(length, token_budget) for length in lengths]
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    per_rank = max(1, -(-sum(loads) // (token_budget * ranks)))
+    while True:
+        bins: list[list[int]] = [[] for _ in range(per_rank * ranks)]
+        filled = [(0, b) for b in range(len(bins))]
+        for i in order:
+            tokens, b = heapq.heappop(filled)
+            bins[b].append(i)
+            heapq.heappush(filled, (tokens + loads[i], b))
+        if all(tokens <= token_budget for tokens, _ in filled):
+            return [bins[rank::ranks] for rank in range(ranks)]
+        per_rank += 1
