@@ -5,6 +5,7 @@ with the last token that it trains, and a call is never divided between rows, so
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,7 +13,7 @@ import numpy as np
 
 from harnessrl.trainer.trajectory import Trajectory
 
-__all__ = ["Row", "make_rows"]
+__all__ = ["Row", "Tokens", "make_rows", "trained_tokens"]
 
 CONTEXT = -1
 
@@ -129,3 +130,46 @@ def _row(trajectory: Trajectory, leaf: int, trained: list[int]) -> Row:
             logprobs = np.asarray(call.logprobs, dtype=np.float32)
             row.logprobs_T[span] = np.where(np.isfinite(logprobs), logprobs, np.nan)
     return row
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The trained tokens (`_N`) of several rows, row after row: what the losses are computed from."""
+
+    ids_N: np.ndarray
+    """int32: the tokens themselves, to be predicted."""
+    rows_N: np.ndarray
+    """int32: number of the row among those given."""
+    positions_N: np.ndarray
+    """int32: index in the row; the logits one before predict the token."""
+    calls_N: np.ndarray
+    """int64: equal within a call of a rollout, different between calls."""
+    logprobs_N: np.ndarray
+    versions_N: np.ndarray
+    temperatures_N: np.ndarray
+    advantages_N: np.ndarray
+    weights_N: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.ids_N)
+
+
+def trained_tokens(rows: Sequence[Row]) -> Tokens:
+    positions_R = [np.flatnonzero(row.mask_T).astype(np.int32) for row in rows]
+    rows_N = np.repeat(np.arange(len(rows), dtype=np.int32), [len(p) for p in positions_R])
+
+    def gather(name: str) -> np.ndarray:
+        return np.concatenate([getattr(row, name)[p] for row, p in zip(rows, positions_R, strict=True)])
+
+    return Tokens(
+        ids_N=gather("ids_T"),
+        rows_N=rows_N,
+        positions_N=np.concatenate(positions_R),
+        # A call is in one row only, so row and index name it among all rollouts.
+        calls_N=(rows_N.astype(np.int64) << 32) + gather("calls_T"),
+        logprobs_N=gather("logprobs_T"),
+        versions_N=gather("versions_T"),
+        temperatures_N=gather("temperatures_T"),
+        advantages_N=gather("advantages_T"),
+        weights_N=gather("weights_T"),
+    )
