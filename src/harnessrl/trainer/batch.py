@@ -19,7 +19,7 @@ from harnessrl.trainer.rollout import FinishedRollout
 from harnessrl.trainer.rows import Row, make_rows
 from harnessrl.trainer.trajectory import build_trajectory
 
-__all__ = ["Group", "Step", "Update", "build_update", "plan_micro_batches"]
+__all__ = ["Group", "Step", "Update", "build_update", "fill_weights", "plan_micro_batches"]
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def build_update(
     for part in _divide(groups, config.steps_per_update, seed):
         built = [_group_rows(group, config, max_tokens) for group in part]
         rollouts = sum(b.rollouts for b in built)
-        _fill_weights([row for b in built for row in b.rows], rollouts, config)
+        fill_weights([row for b in built for row in b.rows], rollouts, config)
         kept = [row for b in built if not b.skipped for row in b.rows]
         steps.append(Step([group.group_id for group in part], kept, rollouts))
         for b in built:
@@ -134,7 +134,7 @@ def _fill_advantages(rows: list[Row], credit: Credit, advantages_K: np.ndarray) 
         row.advantages_T[row.mask_T] = by_call[row.calls_T[row.mask_T]]
 
 
-def _fill_weights(rows: list[Row], rollouts: int, config: AlgorithmConfig) -> None:
+def fill_weights(rows: list[Row], rollouts: int, config: AlgorithmConfig) -> None:
     """What each trained token's loss is multiplied by; `rows` are all of a step's, `rollouts` its N_k."""
     tokens_by_rollout: Counter[str] = Counter()
     for row in rows:

@@ -40,12 +40,11 @@ def policy_loss(
     PPO's clip (arXiv 1707.06347) with the dual clip (1912.09729) and clip-higher (2503.14476), GSPO (2507.18071),
     CISPO (2506.13585), truncated importance sampling as in IMPALA (1802.01561).
     """
-    logprobs = logprobs.float()
-    old = logprobs.detach() if proximal is None else proximal.detach().float()
+    logprobs = _exact(logprobs)
+    old = logprobs.detach() if proximal is None else _exact(proximal).detach()
     call_ids = torch.unique(call_ids, return_inverse=True)[1]
     correction, metrics = _importance(old, sampled, call_ids, config)
-    tokens, clipped = _token_losses(logprobs, old, advantages.float(), call_ids, config)
-    weights = weights.float()
+    tokens, clipped = _token_losses(logprobs, old, _exact(advantages), call_ids, config)
     losses = correction * tokens
     log_ratio = (logprobs - old).detach()
     metrics |= clipped | {
@@ -53,13 +52,18 @@ def policy_loss(
         "kl_proximal": (log_ratio.exp() - 1 - log_ratio).sum().item(),
     }
     if ref_logprobs is not None:
-        kl = k3(logprobs, ref_logprobs.float())
+        kl = k3(logprobs, _exact(ref_logprobs))
         losses = losses + config.kl_coef * kl
         metrics["kl_reference"] = kl.detach().sum().item()
     if entropy is not None:
-        losses = losses - config.entropy_coef * entropy.float()
-        metrics["entropy"] = entropy.detach().float().sum().item()
-    return (weights * losses).sum(), {TOKENS: float(len(logprobs))} | metrics
+        losses = losses - config.entropy_coef * _exact(entropy)
+        metrics["entropy"] = _exact(entropy).detach().sum().item()
+    return (_exact(weights) * losses).sum(), {TOKENS: float(len(logprobs))} | metrics
+
+
+def _exact(values: Tensor) -> Tensor:
+    """In fp32 at least."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -97,7 +101,7 @@ def _importance(
     old: Tensor, sampled: Tensor, call_ids: Tensor, config: AlgorithmConfig
 ) -> tuple[Tensor, dict[str, float]]:
     """Bounded proximal / sampled by token, 1 where it is not known; and the gap between the two as metrics."""
-    sampled = sampled.float()
+    sampled = _exact(sampled)
     known = ~torch.isnan(sampled)
     gap = torch.where(known, old - sampled, 0.0)
     metrics = {
