@@ -6,7 +6,14 @@ left out of an answer while they are unset, so that a strict v1.0 client sees ex
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+)
 
 State = Literal["queuing", "running", "succeeded", "failed"]
 TERMINAL: frozenset[str] = frozenset({"succeeded", "failed"})
@@ -16,6 +23,8 @@ Json = dict[str, Any]
 
 ROLLOUT_ID = r"^[^/\x00-\x1f]{1,200}$"
 """A rollout id is one path segment: no slash, no control characters."""
+UNADDRESSABLE = frozenset({"terminal", "stream", "consumed", ".", ".."})
+"""Ids that the routes or the URL's own rules would shadow."""
 
 
 class Wire(BaseModel):
@@ -77,7 +86,7 @@ class RolloutConfig(Wire):
     """Tries in all when the infrastructure fails (default 1); an agent's failure is never retried."""
     reward_from: Literal["agent", "evaluator"] | None = None
     """Whose reward counts; default `evaluator` where an evaluation command is set, else `agent`."""
-    priority: int | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     """Higher starts first; default 0."""
 
 
@@ -114,7 +123,14 @@ class NewRollout(Wire):
     is_train: bool = True
     config: RolloutConfig = RolloutConfig()
     metadata: Metadata = Metadata()
-    rollout_id: str | None = None
+    rollout_id: Annotated[str, Field(pattern=ROLLOUT_ID)] | None = None
+
+    @field_validator("rollout_id", mode="before")
+    @classmethod
+    def _addressable(cls, rollout_id: Any) -> Any:
+        if isinstance(rollout_id, str) and rollout_id in UNADDRESSABLE:
+            raise ValueError(f"{rollout_id!r} can't be the id of a rollout")
+        return None if rollout_id == "" else rollout_id
 
 
 class Rollout(Wire):

@@ -6,11 +6,12 @@ Every method that changes something returns after the change is durable (invaria
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from harnessrl.schemas import (
+    TERMINAL,
     AttemptEnd,
     Call,
     Endpoint,
@@ -25,7 +26,7 @@ from harnessrl.schemas import (
     TerminalPage,
 )
 
-__all__ = ["CallRecord", "Conflict", "NotFound", "Store"]
+__all__ = ["Access", "CallRecord", "Conflict", "NotFound", "Store"]
 
 
 class NotFound(Exception):
@@ -34,6 +35,25 @@ class NotFound(Exception):
 
 class Conflict(Exception):
     """The rollout is in a state that does not allow this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """What decides whether an attempt may still call the model or append events; cheap to ask for."""
+
+    state: State
+    tries: int
+    """Attempts that a controller has claimed so far; 0 for v1.0's controllers, which claim nothing."""
+    reward_from: Literal["agent", "evaluator"]
+
+    def open(self, attempt_id: str) -> bool:
+        """False once the attempt has ended. Attempts that nobody claimed (v1.0) end with their rollout."""
+        if self.state in TERMINAL:
+            return False
+        if self.tries == 0 or not attempt_id.isdecimal():
+            return True
+        current = self.tries - 1 if self.state == "running" else self.tries
+        return int(attempt_id) >= current
 
 
 @dataclass(slots=True)
@@ -89,6 +109,10 @@ class Store(Protocol):
 
     async def get_rollout(self, rollout_id: str) -> Rollout: ...
 
+    async def access(self, rollout_id: str) -> Access:
+        """From memory for rollouts in use, so that each proxied call can ask."""
+        ...
+
     async def attempts(self, rollout_id: str) -> list[str]:
         """Attempt ids that have events or calls, in the order of their first."""
         ...
@@ -115,17 +139,30 @@ class Store(Protocol):
         """Rollouts whose controller's lease ran out: queued again if attempts are left, else failed (infra)."""
         ...
 
-    async def add_event(self, rollout_id: str, attempt_id: str, event_type: str, data: Json) -> Event: ...
-
-    async def events(self, rollout_id: str, attempt_id: str, event_type: str | None = None) -> list[Event]:
-        """In insertion order; calls appear as v1.0 `model_request` events, rebuilt whole."""
+    async def add_event(
+        self, rollout_id: str, attempt_id: str, event_type: str, data: Json, late: bool = False
+    ) -> Event:
+        """`late`: even though the attempt has ended (else `Conflict`)."""
         ...
 
-    async def add_call(self, call: CallRecord) -> None: ...
+    async def events(
+        self, rollout_id: str, attempt_id: str | None = None, event_type: str | None = None
+    ) -> list[Event]:
+        """In insertion order, of the last attempt by default, as v1.0 does.
+
+        Calls appear as v1.0 `model_request` events, rebuilt whole; their token ids are NumPy arrays.
+        """
+        ...
+
+    async def add_call(self, call: CallRecord) -> None:
+        """`Conflict` if the attempt has ended meanwhile; a known `call_id` changes nothing."""
+        ...
 
     async def set_delivered(self, call_id: str, delivered: bool) -> None: ...
 
-    async def calls(self, rollout_id: str, attempt_id: str) -> list[Call]: ...
+    async def calls(self, rollout_id: str, attempt_id: str | None = None) -> list[Call]:
+        """In the order of their start, of the last attempt by default."""
+        ...
 
     async def call_records(self, rollout_id: str, attempt_id: str) -> list[CallRecord]:
         """Whole calls, for rebuilding the proxy's memory of a live rollout after a restart."""
@@ -135,7 +172,9 @@ class Store(Protocol):
 
     async def endpoints(self) -> list[Endpoint]: ...
 
-    async def put_endpoints(self, endpoints: Sequence[Endpoint]) -> None: ...
+    async def put_endpoints(self, endpoints: Sequence[Endpoint]) -> None:
+        """Add, or replace what has the same model and URL."""
+        ...
 
     async def delete_endpoints(self) -> None: ...
 
@@ -144,6 +183,16 @@ class Store(Protocol):
         ...
 
     async def put_setting(self, name: str, value: Any) -> None: ...
+
+    async def mark_consumed(self, rollout_ids: Sequence[str]) -> None:
+        """The trainer is done with these: they may be removed (see `retain`); unknown ids are ignored."""
+        ...
+
+    async def retain(self, keep_seconds: float | None, keep_bytes: int | None) -> int:
+        """Remove the oldest consumed rollouts beyond these bounds; returns how many."""
+        ...
+
+    async def size_bytes(self) -> int: ...
 
     def changes(self, after: int | None) -> AsyncIterator[tuple[int, str, State]]:
         """(cursor, rollout id, state) of each state change, from `after` on, then live."""

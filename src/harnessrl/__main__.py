@@ -1,0 +1,5 @@
+"""`python -m harnessrl`."""
+
+from harnessrl.cli import main
+
+main()

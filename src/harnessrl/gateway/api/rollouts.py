@@ -1,0 +1,138 @@
+"""Rollouts: what the trainer creates, controllers run, and both follow."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Annotated
+
+import orjson
+from fastapi import APIRouter, Query, Response
+from fastapi.responses import StreamingResponse
+from pydantic import BaseModel
+
+from harnessrl.gateway.api.wire import AttemptId, GatewayDep, GuardedRoute, RolloutId, answer
+from harnessrl.schemas import (
+    AttemptEnd,
+    Claim,
+    ClaimRequest,
+    LeaseRenewal,
+    LeaseState,
+    NewRollout,
+    Rollout,
+    RolloutDetail,
+    State,
+    StatusPatch,
+    TerminalPage,
+)
+
+__all__ = ["router"]
+
+router = APIRouter(prefix="/api", route_class=GuardedRoute)
+
+_MOST = 100_000
+_LARGEST = 2**62
+_KEEP_ALIVE_SECONDS = 15.0
+_TOKEN_GRACE_SECONDS = 86_400
+"""A key outlives its attempt's timeout by this, which leaves room for held calls; the end voids it anyway."""
+
+Limit = Annotated[int, Query(ge=1, le=_MOST)]
+After = Annotated[int, Query(ge=0, le=_LARGEST)]
+
+
+class RolloutPatch(BaseModel):
+    status: StatusPatch = StatusPatch()
+
+
+class Consumed(BaseModel):
+    rollout_ids: list[str]
+
+
+@router.post("/rollouts", status_code=201, response_model=list[Rollout])
+async def create(new: list[NewRollout], gateway: GatewayDep) -> Response:
+    return answer(await gateway.store.create_rollouts(new), 201)
+
+
+@router.get("/rollouts", response_model=list[Rollout])
+async def list_rollouts(
+    gateway: GatewayDep, state_in: Annotated[list[State], Query()], limit: Limit = 500
+) -> Response:
+    return answer(await gateway.store.list_rollouts(state_in, limit))
+
+
+@router.get("/rollouts/terminal", response_model=TerminalPage)
+async def terminal(gateway: GatewayDep, after: After = 0, limit: Limit = 1000) -> Response:
+    return answer(await gateway.store.terminal(after, limit))
+
+
+@router.get("/rollouts/stream", response_class=StreamingResponse)
+async def stream(gateway: GatewayDep, after: Annotated[int | None, Query(ge=0, le=_LARGEST)] = None) -> Response:
+    """Server-sent events: each `data:` line is `[cursor, rollout_id, state]`; with `after`, first those since."""
+    changes = gateway.store.changes(after)
+    return StreamingResponse(_events(changes, gateway.ending), media_type="text/event-stream")
+
+
+async def _events(changes: AsyncIterator[tuple[int, str, State]], ending: asyncio.Event) -> AsyncIterator[bytes]:
+    end = asyncio.create_task(ending.wait())
+    change = asyncio.ensure_future(anext(changes))
+    yield b": hello\n\n"
+    try:
+        while not ending.is_set():
+            await asyncio.wait([change, end], timeout=_KEEP_ALIVE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            if change.done():
+                yield b"data: " + orjson.dumps(change.result()) + b"\n\n"
+                change = asyncio.ensure_future(anext(changes))
+            elif not ending.is_set():
+                yield b": still here\n\n"
+    finally:
+        change.cancel()
+        end.cancel()
+
+
+@router.post("/rollouts/consumed", status_code=204)
+async def consumed(body: Consumed, gateway: GatewayDep) -> Response:
+    """The trainer is done with these rollouts: retention may remove them."""
+    await gateway.store.mark_consumed(body.rollout_ids)
+    return Response(status_code=204)
+
+
+@router.get("/rollouts/{rollout_id}", response_model=RolloutDetail)
+async def get(rollout_id: RolloutId, gateway: GatewayDep) -> Response:
+    store = gateway.store
+    return answer({"rollout": await store.get_rollout(rollout_id), "attempts": await store.attempts(rollout_id)})
+
+
+@router.patch("/rollouts/{rollout_id}", response_model=Rollout)
+async def patch(rollout_id: RolloutId, body: RolloutPatch, gateway: GatewayDep) -> Response:
+    return answer(await gateway.store.patch_status(rollout_id, body.status))
+
+
+@router.delete("/rollouts/{rollout_id}", status_code=204)
+async def delete(rollout_id: RolloutId, gateway: GatewayDep) -> Response:
+    await gateway.store.delete_rollout(rollout_id)
+    return Response(status_code=204)
+
+
+@router.post("/rollouts/{rollout_id}/claim", response_model=Claim)
+async def claim(rollout_id: RolloutId, body: ClaimRequest, gateway: GatewayDep) -> Response:
+    rollout, attempt_id = await gateway.store.claim(rollout_id, body.controller, body.lease_seconds)
+    config = rollout.config
+    lasts = config.timeout_seconds + _TOKEN_GRACE_SECONDS
+    evaluated = config.local is not None and config.local.evaluate is not None
+    token = gateway.auth.token
+    return answer(
+        Claim(
+            rollout=rollout,
+            attempt_id=attempt_id,
+            agent_key=token("agent", lasts, rollout_id, attempt_id),
+            evaluator_key=token("evaluator", lasts, rollout_id, attempt_id) if evaluated else None,
+        )
+    )
+
+
+@router.post("/rollouts/{rollout_id}/attempt/{attempt_id}/end", response_model=Rollout)
+async def end(rollout_id: RolloutId, attempt_id: AttemptId, body: AttemptEnd, gateway: GatewayDep) -> Response:
+    return answer(await gateway.store.end_attempt(rollout_id, attempt_id, body))
+
+
+@router.post("/leases", response_model=LeaseState)
+async def leases(body: LeaseRenewal, gateway: GatewayDep) -> Response:
+    return answer(await gateway.store.renew(body.controller, body.rollout_ids, body.lease_seconds))

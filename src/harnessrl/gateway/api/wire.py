@@ -1,0 +1,95 @@
+"""What every route shares: who may call it, strict JSON in, fast JSON out."""
+
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Annotated, Any
+
+import orjson
+from fastapi import Depends, HTTPException, Path, Request, Response
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+
+from harnessrl.gateway.auth import ROUTES, Caller
+from harnessrl.gateway.body import parse_json
+
+if TYPE_CHECKING:
+    from harnessrl.gateway.app import Gateway
+
+__all__ = ["AttemptId", "CallerDep", "GatewayDep", "GuardedRoute", "RolloutId", "answer"]
+
+_SEGMENT = r"^[^/\x00-\x1f]+$"
+RolloutId = Annotated[str, Path(pattern=_SEGMENT, max_length=200)]
+AttemptId = Annotated[str, Path(pattern=_SEGMENT, max_length=200)]
+
+
+def answer(value: Any, status: int = 200) -> Response:
+    body = orjson.dumps(value, default=_dump, option=orjson.OPT_SERIALIZE_NUMPY)
+    return Response(body, status, media_type="application/json")
+
+
+def _dump(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return value.model_dump()
+    raise TypeError(type(value).__name__)
+
+
+class StrictRequest(Request):
+    """A request whose body is bounded, of type JSON and parsed strictly."""
+
+    async def body(self) -> bytes:
+        if not hasattr(self, "_body"):
+            limit = self.app.state.gateway.settings.max_body_bytes
+            too_large = HTTPException(413, f"The body is larger than {limit} bytes")
+            length = self.headers.get("content-length", "0")
+            if length.isdecimal() and int(length) > limit:
+                raise too_large
+            body = bytearray()
+            async for chunk in self.stream():
+                body += chunk
+                if len(body) > limit:
+                    raise too_large
+            media_type = self.headers.get("content-type", "").partition(";")[0].strip().lower()
+            if body and media_type != "application/json":
+                raise HTTPException(415, "Send the body as content-type: application/json")
+            self._body = bytes(body)
+        return self._body
+
+    async def json(self) -> Any:
+        if not hasattr(self, "_json"):
+            try:
+                self._json = parse_json(await self.body())
+            except ValueError as error:
+                raise HTTPException(422, f"The body is not valid JSON: {error}") from error
+        return self._json
+
+
+class GuardedRoute(APIRoute):
+    """Checks the caller against the table of `auth.ROUTES` before anything is read."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+        (method,) = self.methods or set()
+        roles = ROUTES[method, self.path_format]
+
+        async def guarded(request: Request) -> Response:
+            gateway: Gateway = request.app.state.gateway
+            caller = gateway.auth.authorize(roles, request.url.path, request.scope["headers"])
+            if caller.rollout_id is not None:
+                path = request.path_params
+                caller.check_scope(path.get("rollout_id"), path.get("attempt_id"))
+                caller.check_open(await gateway.store.access(caller.rollout_id))
+            request.state.caller = caller
+            return await handle(StrictRequest(request.scope, request.receive))
+
+        return guarded
+
+
+async def _gateway(request: Request) -> "Gateway":
+    return request.app.state.gateway
+
+
+async def _caller(request: Request) -> Caller:
+    return request.state.caller
+
+
+GatewayDep = Annotated[Any, Depends(_gateway)]
+CallerDep = Annotated[Caller, Depends(_caller)]

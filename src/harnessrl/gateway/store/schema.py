@@ -1,0 +1,95 @@
+"""The tables. A change of the schema is a new script at the end of `MIGRATIONS`, never an edit."""
+
+__all__ = ["MIGRATIONS"]
+
+_FIRST = """
+CREATE TABLE rollouts (
+  id INTEGER PRIMARY KEY AUTOINCREMENT,     -- order of creation
+  rollout_id TEXT NOT NULL UNIQUE,
+  input BLOB NOT NULL,                      -- JSON, as are config and metadata
+  is_train INTEGER NOT NULL,
+  config BLOB NOT NULL,
+  metadata BLOB NOT NULL,
+  state TEXT NOT NULL,
+  rank INTEGER NOT NULL,                    -- minus the priority while queuing, else 0
+  version INTEGER NOT NULL DEFAULT 1,
+  created_at REAL NOT NULL,
+  updated_at REAL NOT NULL,
+  k8s_job_name TEXT,
+  last_attempt_id TEXT,
+  error_message TEXT,
+  failure_kind TEXT,
+  held_seconds REAL,
+  tries INTEGER NOT NULL DEFAULT 0,         -- attempts claimed by a controller
+  controller TEXT,
+  lease_until REAL,
+  ended INTEGER,                            -- order of completion, from 1: the cursor of /terminal
+  consumed INTEGER NOT NULL DEFAULT 0
+);
+CREATE INDEX rollouts_by_state ON rollouts (state, rank, id);
+CREATE UNIQUE INDEX rollouts_by_end ON rollouts (ended) WHERE ended IS NOT NULL;
+CREATE INDEX rollouts_by_lease ON rollouts (lease_until) WHERE lease_until IS NOT NULL;
+CREATE INDEX rollouts_consumed ON rollouts (id) WHERE consumed;
+
+CREATE TABLE changes (                      -- each state that a rollout took
+  cursor INTEGER PRIMARY KEY AUTOINCREMENT,
+  rollout_id TEXT NOT NULL,
+  state TEXT NOT NULL,
+  at REAL NOT NULL
+);
+
+CREATE TABLE entries (                      -- events and calls in the order of their arrival
+  id INTEGER PRIMARY KEY AUTOINCREMENT,
+  rollout INTEGER NOT NULL,
+  attempt_id TEXT NOT NULL,
+  event_type TEXT NOT NULL,
+  timestamp REAL NOT NULL,
+  data BLOB                                 -- JSON; NULL where the entry is a call
+);
+CREATE INDEX entries_by_attempt ON entries (rollout, attempt_id);
+
+CREATE TABLE calls (
+  entry INTEGER PRIMARY KEY,
+  call_id TEXT NOT NULL UNIQUE,
+  parent INTEGER,                           -- entry of the call that this one continues
+  shared_ids INTEGER NOT NULL,              -- of the parent's prompt + sampled ids
+  prompt_ids BLOB NOT NULL,                 -- int32, what follows the shared ones
+  sampled_ids BLOB NOT NULL,                -- int32
+  logprobs BLOB,                            -- float32
+  shared_messages INTEGER NOT NULL,         -- of the parent's
+  messages BLOB NOT NULL,                   -- JSON list, what follows the shared ones
+  request BLOB NOT NULL,                    -- JSON, the rest of the request; see `calls.py`
+  response BLOB NOT NULL,                   -- JSON
+  facts BLOB NOT NULL,                      -- JSON, everything else
+  http_status INTEGER NOT NULL,
+  delivered INTEGER NOT NULL
+);
+
+CREATE TABLE fields (                       -- large fields of requests, such as tools, once per rollout
+  rollout INTEGER NOT NULL,
+  digest TEXT NOT NULL,
+  value BLOB NOT NULL,
+  PRIMARY KEY (rollout, digest)
+);
+
+CREATE TABLE arrays (                       -- further per-token arrays of a call
+  entry INTEGER NOT NULL,
+  name TEXT NOT NULL,
+  dtype TEXT NOT NULL,
+  shape BLOB NOT NULL,
+  value BLOB NOT NULL,
+  PRIMARY KEY (entry, name)
+);
+
+CREATE TABLE endpoints (
+  id INTEGER PRIMARY KEY AUTOINCREMENT,
+  model TEXT NOT NULL,
+  endpoint TEXT NOT NULL,
+  value BLOB NOT NULL,                      -- JSON
+  UNIQUE (model, endpoint)
+);
+
+CREATE TABLE settings (name TEXT PRIMARY KEY, value BLOB NOT NULL);
+"""
+
+MIGRATIONS: tuple[str, ...] = (_FIRST,)

@@ -1,0 +1,79 @@
+"""`harnessrl gateway` as a process: start, stop, kill."""
+
+import asyncio
+import socket
+import stat
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from gateway_kit import Serve
+
+from harnessrl.client import AsyncClient, Client, create_rollouts, get_rollout, list_rollouts, pause, proxy_state
+from harnessrl.schemas import NewRollout, Pause
+
+
+def test_kill_9_loses_nothing_acknowledged(serve: Serve):
+    gateway = serve("--key", "k")
+    with Client(gateway.url, "k") as client:
+        ids = [r.rollout_id for r in client(create_rollouts([NewRollout(input=n) for n in range(50)]))]
+        client(pause(Pause(reason="update")))
+        gateway.kill()
+    gateway = serve("--key", "k")
+    with Client(gateway.url, "k") as client:
+        assert [r.rollout_id for r in client(list_rollouts("queuing"))] == ids
+        assert client(proxy_state()).reason == "update"
+
+
+async def test_the_stream_tells_every_change_and_ends_with_the_gateway(serve: Serve):
+    gateway = serve("--key", "")
+    async with AsyncClient(gateway.url) as follower, AsyncClient(gateway.url) as client:
+        seen = []
+
+        async def follow() -> None:
+            async for _, rollout_id, state in follower.rollout_changes(after=0):
+                seen.append((rollout_id, state))
+
+        following = asyncio.create_task(follow())
+        created = await client(create_rollouts([NewRollout(input=n) for n in range(20)]))
+        while len(seen) < 20:
+            await asyncio.sleep(0.01)
+        assert seen == [(r.rollout_id, "queuing") for r in created]
+        started = time.monotonic()
+        assert await asyncio.to_thread(gateway.terminate) == 0
+        assert time.monotonic() - started < 5
+        await asyncio.wait_for(following, 5)
+
+
+def test_a_key_is_made_once_and_kept_for_the_owner_only(serve: Serve, tmp_path: Path):
+    gateway = serve()
+    key = (tmp_path / "store.db.key").read_text().strip()
+    assert stat.S_IMODE((tmp_path / "store.db.key").stat().st_mode) == 0o600
+    assert sum(key in line for line in gateway.said) == 1
+    assert httpx.get(f"{gateway.url}/proxy/state").status_code == 401
+    with Client(gateway.url, key) as client:
+        rollout_id = client(create_rollouts([NewRollout(input=1)]))[0].rollout_id
+    assert gateway.terminate() == 0
+    gateway = serve()
+    assert not any(key in line for line in gateway.said)
+    with Client(gateway.url, key) as client:
+        assert client(get_rollout(rollout_id)).rollout.input == 1
+    assert key.encode() not in (tmp_path / "store.db").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--host", "0.0.0.0"), "needs an admin key"),
+        (("--host", "0.0.0.0", "--key", ""), "needs an admin key"),
+        (("--port", "PORT", "--key", ""), "give another --port"),
+        (("--store", "/proc/nowhere/store.db", "--key", ""), "can't be opened"),
+    ],
+)
+def test_what_prevents_a_start_is_one_sentence(serve: Serve, options: tuple[str, ...], words: str):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        with pytest.raises(AssertionError, match=words) as failure:
+            serve(*(port if option == "PORT" else option for option in options))
+    assert len(str(failure.value).splitlines()) == 1
