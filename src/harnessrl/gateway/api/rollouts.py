@@ -55,7 +55,7 @@ async def create(new: list[NewRollout], gateway: GatewayDep) -> Response:
 async def list_rollouts(
     gateway: GatewayDep, state_in: Annotated[list[State], Query()], limit: Limit = 500
 ) -> Response:
-    return answer(await gateway.store.list_rollouts(state_in, limit))
+    return Response(await gateway.store.list_rollouts(state_in, limit), media_type="application/json")
 
 
 @router.get("/rollouts/terminal", response_model=TerminalPage)

@@ -117,8 +117,8 @@ class Store(Protocol):
         """Attempt ids that have events or calls, in the order of their first."""
         ...
 
-    async def list_rollouts(self, states: Sequence[State], limit: int) -> list[Rollout]:
-        """Queuing ones by priority, then age; others by age."""
+    async def list_rollouts(self, states: Sequence[State], limit: int) -> bytes:
+        """Queuing ones by priority, then age; others by age. As JSON: lists are long and asked for often."""
         ...
 
     async def terminal(self, after: int, limit: int) -> TerminalPage: ...

@@ -27,6 +27,7 @@ from harnessrl.schemas import (
     NewRollout,
     Rollout,
     RolloutConfig,
+    RolloutStatus,
     State,
     StatusPatch,
     TerminalItem,
@@ -48,6 +49,7 @@ _STATUS = (
     "state, k8s_job_name, last_attempt_id, error_message, version, created_at, updated_at, failure_kind, "
     "held_seconds"
 )
+_STATUS_NAMES = _STATUS.split(", ")
 _ROLLOUT = f"rollout_id, input, is_train, config, metadata, {_STATUS}"
 
 
@@ -134,8 +136,8 @@ class SqliteStore:
 
         return await self._db.read(job)
 
-    async def list_rollouts(self, states: Sequence[State], limit: int) -> list[Rollout]:
-        def job(db: sqlite3.Connection) -> list[Rollout]:
+    async def list_rollouts(self, states: Sequence[State], limit: int) -> bytes:
+        def job(db: sqlite3.Connection) -> bytes:
             found: list[tuple[Any, ...]] = []
             for state in set(states):
                 found += db.execute(
@@ -143,7 +145,7 @@ class SqliteStore:
                     (state, limit),
                 )
             found.sort(key=lambda row: row[:2])
-            return [_from_row(row[2:]) for row in found[:limit]]
+            return orjson.dumps([_wire(row[2:]) for row in found[:limit]])
 
         return await self._db.read(job)
 
@@ -560,17 +562,20 @@ def _rollout(db: sqlite3.Connection, rollout_id: str) -> Rollout:
 
 
 def _from_row(row: tuple[Any, ...]) -> Rollout:
-    status = dict(zip(_STATUS.split(", "), row[5:], strict=True))
-    return Rollout.model_validate(
-        {
-            "rollout_id": row[0],
-            "input": orjson.loads(row[1]),
-            "is_train": bool(row[2]),
-            "config": orjson.loads(row[3]),
-            "metadata": orjson.loads(row[4]),
-            "status": status,
-        }
-    )
+    return Rollout.model_validate_json(orjson.dumps(_wire(row)))
+
+
+def _wire(row: tuple[Any, ...]) -> Json:
+    """A row of `_ROLLOUT` as the JSON of a `Rollout`; what is stored as JSON is not parsed."""
+    status = dict(zip(_STATUS_NAMES, row[5:], strict=True))
+    return {
+        "rollout_id": row[0],
+        "input": orjson.Fragment(row[1]),
+        "is_train": bool(row[2]),
+        "config": orjson.Fragment(row[3]),
+        "metadata": orjson.Fragment(row[4]),
+        "status": {k: v for k, v in status.items() if v is not None or k not in RolloutStatus.extensions},
+    }
 
 
 def _data_id(task: Any) -> str:
