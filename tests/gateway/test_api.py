@@ -278,3 +278,12 @@ async def test_many_writers_at_once(http: httpx.AsyncClient):
     assert {r.status_code for r in await asyncio.gather(*posts)} == {200}
     stored = (await http.get(f"/api/rollouts/{rollout_id}/events")).json()
     assert sorted(e["data"]["n"] for e in stored) == list(range(200))
+
+
+async def test_metrics_show_the_gateway(gateway: Gateway, http: httpx.AsyncClient):
+    await asyncio.sleep(0.15)
+    text = (await http.get("/metrics")).text
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert float(values["harnessrl_store_bytes"]) > 0
+    assert float(values["harnessrl_event_loop_lag_seconds_count"]) >= 1
+    assert {"harnessrl_inflight", "harnessrl_held", "harnessrl_store_backlog"} <= set(values)

@@ -9,8 +9,7 @@ import orjson
 import pytest
 
 from harnessrl.client import full_prompts
-from harnessrl.gateway.store import CallRecord, Conflict, NotFound
-from harnessrl.gateway.store.database import StoreError
+from harnessrl.gateway.store import CallRecord, Conflict, NotFound, StoreError
 from harnessrl.gateway.store.sqlite import SqliteStore
 from harnessrl.schemas import AttemptEnd, Endpoint, NewRollout, RolloutConfig, State, StatusPatch
 
@@ -316,3 +315,14 @@ async def test_a_newer_schema_a_foreign_file_and_a_second_gateway_are_refused(tm
     for path, words in ((newer, "schema 99"), (foreign, "not a store"), (tmp_path / "store.db", "Another gateway")):
         with pytest.raises(StoreError, match=words):
             await SqliteStore.open(path)
+
+
+async def test_a_full_disk_is_told_and_passes(store: SqliteStore):
+    rollout_id = await rollout(store)
+    (pages,) = await store._db.write(lambda db: db.execute("PRAGMA page_count").fetchone())
+    await store._db.write(lambda db: db.execute(f"PRAGMA max_page_count = {pages}").fetchone())
+    with pytest.raises(StoreError, match="full"):
+        await store.add_event(rollout_id, "0", "note", {"x": "y" * 100_000})
+    await store._db.write(lambda db: db.execute("PRAGMA max_page_count = 1000000").fetchone())
+    await store.add_event(rollout_id, "0", "note", {"x": "y" * 100_000})
+    assert len(await store.events(rollout_id)) == 1

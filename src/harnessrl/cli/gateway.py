@@ -1,11 +1,13 @@
 """`harnessrl gateway`: runs the API Gateway."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from harnessrl.cli import app
+
+LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 @app.command()
@@ -34,6 +36,7 @@ def gateway(
     keep_bytes: Annotated[
         int | None, typer.Option(help="Remove the oldest consumed rollouts while the store is larger.", min=0)
     ] = None,
+    log_level: Annotated[LogLevel, typer.Option(help="debug shows each call.")] = "info",
 ) -> None:
     """Run the API Gateway: rollouts, events, and the proxy between harnesses and engines."""
     from harnessrl.gateway.server import admin_key, serve
@@ -51,6 +54,7 @@ def gateway(
             max_body_bytes=int(max_body_mb * 2**20),
             keep_days=keep_days,
             keep_bytes=keep_bytes,
+            log_level=log_level,
         )
 
     serve(settings(admin_key(key, settings("").loopback, store)))

@@ -9,13 +9,15 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import AsyncExitStack
 from typing import Any, Self
 
+import structlog
 from fastapi import FastAPI
 
 from harnessrl.gateway.api import build_api
 from harnessrl.gateway.auth import Auth
+from harnessrl.gateway.metrics import Metrics
 from harnessrl.gateway.proxy.gate import Gate
 from harnessrl.gateway.settings import Settings
-from harnessrl.gateway.store import Store
+from harnessrl.gateway.store import Store, StoreError
 from harnessrl.gateway.store.sqlite import SqliteStore
 
 try:
@@ -30,6 +32,9 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 _LEASE_CHECK_SECONDS = 1.0
+_RETENTION_SECONDS = 60.0
+
+_log = structlog.get_logger("gateway")
 
 
 class Gateway:
@@ -38,6 +43,7 @@ class Gateway:
     store: Store
     gate: Gate
     auth: Auth
+    metrics: Metrics
     proxy: ProxyApp
     api: FastAPI
 
@@ -50,17 +56,25 @@ class Gateway:
     async def __aenter__(self) -> Self:
         settings = self.settings
         async with AsyncExitStack() as stack:
-            self.store = await SqliteStore.open(settings.store)
+            self.store = store = await SqliteStore.open(settings.store)
             stack.push_async_callback(self.store.close)
             self.auth = Auth(settings.key, settings.loopback)
             self.gate = Gate(self.store, settings.hold_seconds)
             await self.gate.load()
+            self.metrics = Metrics()
+            self.metrics.gauge("inflight", "Calls that an engine is working on.", lambda: self.gate.inflight)
+            self.metrics.gauge("held", "Requests that wait for the gate to open.", lambda: self.gate.held)
+            self.metrics.gauge("store_backlog", "Writes that wait for their commit.", store.backlog)
             self.proxy = ProxyApp(self.store, settings, self.auth, self.gate)
             await self.proxy.start()
             stack.push_async_callback(self.proxy.close)
             self.api = build_api(self)
-            leases = asyncio.create_task(self._watch_leases())
-            stack.callback(leases.cancel)
+            for watch in (
+                _every(_LEASE_CHECK_SECONDS, self._give_back_leases),
+                _every(_RETENTION_SECONDS, self._retain),
+                self.metrics.watch_loop(),
+            ):
+                stack.callback(asyncio.create_task(watch).cancel)
             self._stack = stack.pop_all()
         return self
 
@@ -89,10 +103,25 @@ class Gateway:
         await self.__aexit__()
         await send({"type": "lifespan.shutdown.complete"})
 
-    async def _watch_leases(self) -> None:
-        while True:
-            await asyncio.sleep(_LEASE_CHECK_SECONDS)
-            await self.store.requeue_expired()
+    async def _give_back_leases(self) -> None:
+        for rollout_id in await self.store.requeue_expired():
+            _log.warning("lease ran out", rollout_id=rollout_id)
+
+    async def _retain(self) -> None:
+        days, keep_bytes = self.settings.keep_days, self.settings.keep_bytes
+        if days is None and keep_bytes is None:
+            return
+        if removed := await self.store.retain(None if days is None else days * 86_400, keep_bytes):
+            _log.info("retention removed rollouts", rollouts=removed)
+
+
+async def _every(seconds: float, job: Callable[[], Awaitable[None]]) -> None:
+    while True:
+        try:
+            await job()
+        except StoreError as error:  # a full disk may have room again
+            _log.error("store", error=str(error))
+        await asyncio.sleep(seconds)
 
 
 def create_app(settings: Settings) -> Gateway:

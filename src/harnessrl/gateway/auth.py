@@ -35,6 +35,7 @@ ROUTES: dict[tuple[str, str], Roles] = {
     ("GET", "/healthz"): OPEN,
     ("GET", "/docs"): _ADMIN,
     ("GET", "/openapi.json"): _ADMIN,
+    ("GET", "/metrics"): _BOTH,
     ("POST", "/api/rollouts"): _TRAINER,
     ("GET", "/api/rollouts"): _BOTH,
     ("GET", "/api/rollouts/terminal"): _BOTH,

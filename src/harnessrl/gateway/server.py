@@ -5,15 +5,17 @@ import os
 import secrets
 import signal
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import structlog
 import uvicorn
 
 from harnessrl.gateway.app import Gateway
 from harnessrl.gateway.settings import Settings
-from harnessrl.gateway.store.database import StoreError
+from harnessrl.gateway.store import StoreError
 
 __all__ = ["GatewayNotStarted", "admin_key", "serve"]
 
@@ -43,6 +45,10 @@ def admin_key(given: str | None, loopback: bool, store: Path) -> str:
 
 def serve(settings: Settings) -> None:
     """Blocks until SIGINT or SIGTERM; raises `GatewayNotStarted`."""
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(settings.log_level),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
     listener = _bind(settings.host, settings.port)
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:

@@ -26,6 +26,8 @@ class Settings:
     """Consumed rollouts that ended longer ago are removed."""
     keep_bytes: int | None = None
     """The oldest consumed rollouts are removed while the store is larger."""
+    log_level: str = "info"
+    """`debug` shows each call."""
 
     @property
     def loopback(self) -> bool:

@@ -11,7 +11,7 @@ from harnessrl import __version__
 from harnessrl.gateway.api import control, events, models, rollouts
 from harnessrl.gateway.api.wire import GuardedRoute, answer
 from harnessrl.gateway.auth import Refused
-from harnessrl.gateway.store import Conflict, NotFound
+from harnessrl.gateway.store import Conflict, NotFound, StoreError
 
 if TYPE_CHECKING:
     from harnessrl.gateway.app import Gateway
@@ -45,6 +45,10 @@ def build_api(gateway: "Gateway") -> FastAPI:
     @api.exception_handler(Refused)
     async def refused(_: Request, error: Refused) -> Response:
         return answer({"detail": error.detail}, error.status)
+
+    @api.exception_handler(StoreError)
+    async def not_written(_: Request, error: StoreError) -> Response:
+        return answer({"detail": str(error)}, 503)
 
     @api.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Response:

@@ -1,7 +1,7 @@
 """What the gateway keeps, as a protocol.
 
 Every method that changes something returns after the change is durable (invariant 11). `NotFound` and
-`Conflict` are the only errors that a caller has to expect.
+`Conflict` are what a caller has to expect; `StoreError` says that nothing can be written (a full disk).
 """
 
 from collections.abc import AsyncIterator, Sequence
@@ -26,7 +26,7 @@ from harnessrl.schemas import (
     TerminalPage,
 )
 
-__all__ = ["Access", "CallRecord", "Conflict", "NotFound", "Store"]
+__all__ = ["Access", "CallRecord", "Conflict", "NotFound", "Store", "StoreError"]
 
 
 class NotFound(Exception):
@@ -35,6 +35,10 @@ class NotFound(Exception):
 
 class Conflict(Exception):
     """The rollout is in a state that does not allow this."""
+
+
+class StoreError(Exception):
+    """The store can't be opened or written; the message says why, in a sentence."""
 
 
 @dataclass(frozen=True, slots=True)

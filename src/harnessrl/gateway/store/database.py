@@ -15,9 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+from harnessrl.gateway.store import StoreError
 from harnessrl.gateway.store.schema import MIGRATIONS
 
-__all__ = ["Database", "StoreError"]
+__all__ = ["Database"]
 
 T = TypeVar("T")
 Job = Callable[[sqlite3.Connection], T]
@@ -27,10 +28,6 @@ _GROUP = 500
 _READERS = 4
 _CHECKPOINT_PAGES = 4000
 """WAL size (in pages of 4 KiB) at which the writer moves it into the file."""
-
-
-class StoreError(Exception):
-    """The store file can't be used; the message says what to do."""
 
 
 class Database:
@@ -117,7 +114,7 @@ class Database:
             if self._connection.in_transaction:
                 execute("ROLLBACK")
             self._notes = []
-            results = [(done, None, error) for _, done in group]
+            results = [(done, None, _not_written(error)) for _, done in group]
         self._loop.call_soon_threadsafe(self._resolve, results, self._notes)
 
     def _run(self, job: Job[Any]) -> tuple[Any, BaseException | None]:
@@ -127,10 +124,12 @@ class Database:
         try:
             result = job(self._connection)
         except Exception as error:  # belongs to this job's caller; the others of the group are committed
+            if not self._connection.in_transaction:
+                raise  # a full disk: SQLite has undone the whole group
             execute("ROLLBACK TO job")
             execute("RELEASE job")
             del self._notes[noted:]
-            return None, error
+            return None, _not_written(error) if isinstance(error, sqlite3.OperationalError) else error
         execute("RELEASE job")
         return result, None
 
@@ -145,6 +144,10 @@ class Database:
                 done.set_result(result)
             else:
                 done.set_exception(error)
+
+
+def _not_written(error: sqlite3.Error) -> StoreError:
+    return StoreError(f"The store can't be written: {error}.")
 
 
 def _lock(path: Path) -> Any:

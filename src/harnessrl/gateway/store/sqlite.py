@@ -80,6 +80,10 @@ class SqliteStore:
     async def close(self) -> None:
         await self._db.close()
 
+    def backlog(self) -> int:
+        """Writes that wait for their commit."""
+        return self._db.backlog()
+
     # -------------------------------------------------------------------------------- rollouts
 
     async def create_rollouts(self, new: Sequence[NewRollout]) -> list[Rollout]:
