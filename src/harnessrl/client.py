@@ -7,6 +7,7 @@ async with AsyncClient(url, key) as gateway:
     detail = await gateway(get_rollout(rollout.rollout_id))
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Generic, Self, TypeVar
@@ -218,16 +219,20 @@ class AsyncClient:
         _check(response)
         return request.parse(response.content)
 
-    async def rollout_changes(self, after: int | None = None) -> AsyncIterator[tuple[int, str, State]]:
+    async def rollout_changes(
+        self, after: int | None = None, connected: asyncio.Event | None = None
+    ) -> AsyncIterator[tuple[int, str, State]]:
         """(cursor, rollout id, new state) as they happen; ends when the connection does.
 
-        With `after`, first those since that cursor; without, only new ones.
+        With `after`, first those since that cursor; without, only new ones: those after `connected` is set.
         """
         params = {} if after is None else {"after": after}
         async with self._http.stream("GET", "/api/rollouts/stream", params=params, timeout=None) as response:
             if not response.is_success:
                 await response.aread()
             _check(response)
+            if connected is not None:
+                connected.set()
             async for line in response.aiter_lines():
                 if line.startswith("data:"):
                     cursor, rollout_id, state = _CHANGE.validate_json(line[5:])

@@ -1,0 +1,148 @@
+"""Concurrency, order, leases, and what becomes of agents when a controller or the gateway dies."""
+
+import os
+import signal
+import time
+import uuid
+from collections import Counter
+from pathlib import Path
+
+from processes import Gateway, Start, alive, until
+
+from harnessrl.client import create_rollouts, get_events, list_rollouts
+from harnessrl.schemas import LocalRun, NewRollout, RolloutConfig
+
+
+def sleepers(mark: str, seconds: str = "60") -> LocalRun:
+    return LocalRun(agent_class="harness_agents:Sleeper", env={"MARK": mark, "SECONDS": seconds})
+
+
+def commands(mark: str, seconds: str = "60") -> LocalRun:
+    return LocalRun(command=["sleep", seconds], env={"MARK": mark})
+
+
+def test_concurrency_is_exact(gateway: Gateway, start: Start) -> None:
+    start("--concurrency", "3")
+    rollouts = gateway.post(sleepers("x", "0.4"), n=7)
+    seen = []
+    while any(gateway.rollout(r.rollout_id).status.state not in ("succeeded", "failed") for r in rollouts):
+        seen.append(len(gateway.ask(list_rollouts("running"))))
+    assert max(seen) == 3
+    assert {gateway.rollout(r.rollout_id).status.state for r in rollouts} == {"succeeded"}
+
+
+def test_priority_then_age(gateway: Gateway, start: Start) -> None:
+    run = LocalRun(agent_class="harness_agents:Rewarder")
+    priorities = [0, 5, None, 9, 5]
+    new = [NewRollout(input={}, config=RolloutConfig(local=run, priority=p)) for p in priorities]
+    rollouts = gateway.ask(create_rollouts(new))
+    start("--concurrency", "1")
+    ended = [gateway.ended(rollout).status.updated_at for rollout in rollouts]
+    assert sorted(range(5), key=lambda i: ended[i]) == [3, 1, 4, 0, 2]
+
+
+def test_sigterm_stops_all_agents(gateway: Gateway, start: Start) -> None:
+    mark = uuid.uuid4().hex
+    controller = start("--concurrency", "6")
+    rollouts = gateway.post(commands(mark), n=6)
+    until(lambda: len(alive(mark)) == 6)
+    begun = time.monotonic()
+    assert controller.end(signal.SIGINT) == 0
+    assert time.monotonic() - begun < 4
+    assert not alive(mark)
+    status = gateway.ended(rollouts[0], seconds=1).status
+    assert (status.failure_kind, "the controller was stopped" in (status.error_message or "")) == ("infra", True)
+
+
+def test_agents_of_a_killed_controller_are_adopted(gateway: Gateway, start: Start) -> None:
+    """Commands that go on, agents that end while nobody watches, and a timeout that is still kept."""
+    mark = uuid.uuid4().hex
+    controller = start("--concurrency", "20")
+    going, *_ = gateway.post(sleepers(mark, "4"))
+    ending, *_ = gateway.post(sleepers(mark, "1"))
+    (late,) = gateway.post(commands(mark), timeout_seconds=4)
+    until(lambda: len(alive(mark)) == 1)  # a forked agent's environment is not seen in /proc
+    for rollout in (going, ending, late):
+        gateway.running(rollout)
+    time.sleep(0.3)
+    controller.kill()
+    time.sleep(1.2)
+    assert gateway.rollout(ending.rollout_id).status.state == "running"
+    start("--concurrency", "20")
+    assert gateway.ended(ending).status.state == "succeeded"
+    assert gateway.ended(going).status.state == "succeeded"
+    assert "timed out" in (gateway.ended(late).status.error_message or "")
+    assert gateway.rollout(going.rollout_id).status.last_attempt_id == "0"
+    assert len(gateway.ask(get_events(going.rollout_id, "reward"))) == 1
+    assert not alive(mark)
+
+
+def test_agents_without_a_controller_end_by_themselves(gateway: Gateway, start: Start) -> None:
+    mark = uuid.uuid4().hex
+    controller = start("--lease-seconds", "1.5")
+    gateway.post(commands(mark))
+    until(lambda: alive(mark))
+    controller.kill()
+    until(lambda: not alive(mark), seconds=6)
+
+
+def test_a_killed_keeper_leaves_nothing(gateway: Gateway, start: Start, tmp_path: Path) -> None:
+    mark = uuid.uuid4().hex
+    start()
+    (rollout,) = gateway.post(commands(mark))
+    (agent,) = until(lambda: alive(mark))
+    with open(f"/proc/{agent}/stat") as file:
+        keeper = int(file.read().rsplit(")", 1)[1].split()[1])
+    os.kill(keeper, signal.SIGKILL)
+    status = gateway.ended(rollout).status
+    assert (status.failure_kind, status.error_message) == ("infra", "the agent's keeper was killed")
+    until(lambda: not alive(mark))
+
+
+def test_two_controllers_run_each_rollout_once(gateway: Gateway, start: Start) -> None:
+    start("--concurrency", "8", workdir="one")
+    start("--concurrency", "8", workdir="two")
+    rollouts = gateway.post(LocalRun(agent_class="harness_agents:Rewarder"), n=60)
+    for rollout in rollouts:
+        assert gateway.ended(rollout).status.state == "succeeded"
+    rewards = Counter(len(gateway.ask(get_events(r.rollout_id, "reward"))) for r in rollouts)
+    assert rewards == {1: 60}
+
+
+def test_a_hung_controllers_rollouts_go_to_another(gateway: Gateway, start: Start) -> None:
+    mark = uuid.uuid4().hex
+    hung = start("--lease-seconds", "2", workdir="one")
+    (rollout,) = gateway.post(commands(mark, "3"), max_attempts=2)
+    (agent,) = until(lambda: alive(mark))
+    os.kill(hung.pid, signal.SIGSTOP)
+    try:
+        start(workdir="two")
+        until(lambda: gateway.rollout(rollout.rollout_id).status.last_attempt_id == "1")
+        until(lambda: not os.path.exists(f"/proc/{agent}"))
+    finally:
+        os.kill(hung.pid, signal.SIGCONT)
+    gateway.ended(rollout)
+
+
+def test_ends_reach_a_gateway_that_was_away(gateway: Gateway, start: Start) -> None:
+    mark = uuid.uuid4().hex
+    start()
+    (rollout,) = gateway.post(commands(mark, "1"))
+    gateway.running(rollout)
+    until(lambda: alive(mark))
+    gateway.process.kill()
+    until(lambda: not alive(mark))
+    gateway.start()
+    assert "never called the model" in (gateway.ended(rollout).status.error_message or "")
+    (after,) = gateway.post(LocalRun(agent_class="harness_agents:Rewarder"))
+    assert gateway.ended(after).status.state == "succeeded"
+
+
+def test_one_controller_per_workdir(gateway: Gateway, start: Start) -> None:
+    start()
+    try:
+        start()
+    except AssertionError as error:
+        assert "another controller uses" in str(error)
+    else:
+        raise AssertionError("two controllers shared a folder")
