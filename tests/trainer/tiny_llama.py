@@ -12,8 +12,8 @@ from harnessrl.trainer.rows import Row, trained_tokens
 VOCABULARY = 29
 
 
-def tiny_llama(seed: int = 0, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
+def tiny_llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
     torch.set_num_threads(1)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -24,8 +24,7 @@ def tiny_llama(seed: int = 0, dtype: torch.dtype = torch.float32) -> LlamaForCau
         max_position_embeddings=4096,
         initializer_range=0.4,
     )
-    model = LlamaForCausalLM(config)
-    return model if dtype is torch.float32 else model.double()
+    return LlamaForCausalLM(config)
 
 
 def plain_logprobs(model: LlamaForCausalLM, rows: Sequence[Row]) -> Tensor:
@@ -39,7 +38,7 @@ def plain_logprobs(model: LlamaForCausalLM, rows: Sequence[Row]) -> Tensor:
     return torch.cat(found)
 
 
-def gradient(model: LlamaForCausalLM, loss: Tensor) -> Tensor:
+def gradient(model: torch.nn.Module, loss: Tensor) -> Tensor:
     """Of all parameters, as one vector."""
     model.zero_grad()
     loss.backward()

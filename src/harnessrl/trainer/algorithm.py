@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 __all__ = ["AlgorithmConfig"]
 
+Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
@@ -23,12 +24,16 @@ class AlgorithmConfig(BaseModel):
     """How a rollout's reward reaches its calls: `uniform`, `discounted` (by `gamma` per later call), `per_call`
     (rewards sent with a `call_id`, summed to the end with `gamma`), or `package.module:function`."""
     gamma: Fraction = 1.0
-    """Discount per call in `discounted` and `per_call`."""
+    """Discount per call in `discounted` and `per_call`, per token in `gae`."""
     failure_reward: float = 0.0
     """What a rollout earns that failed by its agent's own fault; it stays in its group and baseline."""
-    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce"] = "grpo"
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce", "gae"] = "grpo"
     """`grpo`: less the group's mean, divided by its standard deviation; `dr_grpo`: not divided; `rloo`: less
-    the mean of the others; `reinforce`: no baseline."""
+    the mean of the others; `reinforce`: no baseline; `gae`: with a critic, along a rollout's calls."""
+    gae_lambda: Fraction = 0.95
+    """Between one-step (0) and whole-rollout (1) estimates in `gae`."""
+    value_clip: Positive | None = None
+    """How far the critic may move in an update; null: unbounded."""
     no_spread: Literal["skip", "keep"] = "skip"
     """Rows of groups whose advantages are all zero: left out of the forward pass, or kept for the KL and entropy
     terms. Either way the group counts in the step's number of rollouts."""
@@ -43,9 +48,11 @@ class AlgorithmConfig(BaseModel):
     only: it depends on how histories fragment)."""
     length_constant: Annotated[int, Field(ge=1)] | None = None
     """Tokens that `rollout_sum` divides by, e.g. the most that a rollout may sample."""
-    loss: Literal["clip", "gspo", "cispo", "reinforce"] = "clip"
+    loss: Literal["clip", "gspo", "cispo", "reinforce", "sft", "dpo"] = "clip"
     """`clip`: PPO's; `gspo`: clipped per call; `cispo`: clipped weights, no token loses its gradient;
-    `reinforce`: none."""
+    `reinforce`: none; `sft`: imitate each group's best rollouts; `dpo`: prefer each group's best to its worst."""
+    dpo_beta: Positive = 0.1
+    """How strongly `dpo` holds on to the reference model."""
     clip_low: Fraction = 0.2
     """Ratios current / proximal below 1 - this are clipped (GSPO wants about 0.0003)."""
     clip_high: NotNegative = 0.28

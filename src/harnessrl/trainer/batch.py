@@ -12,22 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from harnessrl.trainer.advantage import group_advantages, spread
 from harnessrl.trainer.algorithm import AlgorithmConfig
-from harnessrl.trainer.credit import Credit, assign_credit
-from harnessrl.trainer.rollout import FinishedRollout
-from harnessrl.trainer.rows import Row, make_rows
-from harnessrl.trainer.trajectory import build_trajectory
+from harnessrl.trainer.group import Group, compare
+from harnessrl.trainer.rows import Row
 
 __all__ = ["Group", "Step", "Update", "build_update", "fill_weights", "plan_micro_batches"]
-
-
-@dataclass(frozen=True)
-class Group:
-    """The rollouts of one task that are compared with each other."""
-
-    group_id: str
-    rollouts: list[FinishedRollout]
 
 
 @dataclass(frozen=True)
@@ -52,15 +41,6 @@ class Update:
         return [row for step in self.steps for row in step.rows]
 
 
-@dataclass(frozen=True)
-class _GroupRows:
-    rows: list[Row]
-    rollouts: int
-    skipped: bool
-    dropped: Counter[str]
-    counts: Counter[str]
-
-
 def build_update(
     groups: Sequence[Group], config: AlgorithmConfig, seed: int, max_tokens: int | None = None
 ) -> Update:
@@ -72,8 +52,8 @@ def build_update(
     counts: Counter[str] = Counter()
     steps = []
     for part in _divide(groups, config.steps_per_update, seed):
-        built = [_group_rows(group, config, max_tokens) for group in part]
-        rollouts = sum(b.rollouts for b in built)
+        built = [compare(group, config, max_tokens) for group in part]
+        rollouts = sum(len(b.members) for b in built)
         fill_weights([row for b in built for row in b.rows], rollouts, config)
         kept = [row for b in built if not b.skipped for row in b.rows]
         steps.append(Step([group.group_id for group in part], kept, rollouts))
@@ -93,54 +73,19 @@ def _divide(groups: Sequence[Group], parts: int, seed: int) -> list[list[Group]]
     return [shuffled[k::parts] for k in range(parts)]
 
 
-def _group_rows(group: Group, config: AlgorithmConfig, max_tokens: int | None) -> _GroupRows:
-    rows: list[Row] = []
-    dropped: Counter[str] = Counter()
-    counts: Counter[str] = Counter()
-    credits_N: list[Credit] = []
-    rows_N: list[list[Row]] = []
-    for rollout in sorted(group.rollouts, key=lambda r: r.rollout_id):
-        if rollout.failure_kind == "infra":
-            dropped["infra_failure"] += rollout.sampled_tokens
-            counts["rollouts_infra_failed"] += 1
-            continue
-        trajectory = build_trajectory(rollout, config.train_agents)
-        rollout_rows, rollout_dropped = make_rows(trajectory, max_tokens, config.overflow)
-        credits_N.append(assign_credit(trajectory, config))
-        rows_N.append(rollout_rows)
-        rows += rollout_rows
-        dropped += rollout_dropped
-        counts["rollouts_agent_failed"] += rollout.failure_kind == "agent"
-        counts["rollouts_unusable"] += trajectory.unusable is not None
-        counts["rollouts_without_rows"] += not rollout_rows
-        counts["ambiguous_parents"] += trajectory.ambiguous
-    skipped = False
-    if credits_N:
-        returns_NK = [c.returns_K if len(c.returns_K) else np.array([c.outcome]) for c in credits_N]
-        advantages_NK = group_advantages(returns_NK, config.advantage)
-        counts["groups_without_spread"] += spread(returns_NK) == 0
-        skipped = config.no_spread == "skip" and not any(a.any() for a in advantages_NK)
-        for credit, advantages_K, rollout_rows in zip(credits_N, advantages_NK, rows_N, strict=True):
-            _fill_advantages(rollout_rows, credit, advantages_K)
-    return _GroupRows(rows, len(credits_N), skipped, dropped, counts)
-
-
-def _fill_advantages(rows: list[Row], credit: Credit, advantages_K: np.ndarray) -> None:
-    if not len(credit.calls_K):
-        return
-    by_call = np.zeros(credit.calls_K[-1] + 1, dtype=np.float32)
-    by_call[credit.calls_K] = advantages_K * credit.weights_K
-    for row in rows:
-        row.advantages_T[row.mask_T] = by_call[row.calls_T[row.mask_T]]
-
-
 def fill_weights(rows: list[Row], rollouts: int, config: AlgorithmConfig) -> None:
-    """What each trained token's loss is multiplied by; `rows` are all of a step's, `rollouts` its N_k."""
+    """What each trained token's loss is multiplied by; `rows` are all of a step's, `rollouts` its N_k.
+
+    DPO's loss is a mean over pairs of sums over tokens, whatever the aggregation.
+    """
+    pairs = len({row.group_id for row in rows if row.advantages_T.any()})
     tokens_by_rollout: Counter[str] = Counter()
     for row in rows:
         tokens_by_rollout[row.rollout_id] += row.trained_tokens
     for row in rows:
-        match config.aggregation:
+        match "dpo" if config.loss == "dpo" else config.aggregation:
+            case "dpo":
+                weight = 1 / max(1, pairs)
             case "rollout_mean":
                 weight = 1 / (rollouts * tokens_by_rollout[row.rollout_id])
             case "token_mean":

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from harnessrl.trainer.algorithm import AlgorithmConfig
 
-__all__ = ["mean_metrics", "policy_loss"]
+__all__ = ["mean_metrics", "policy_loss", "value_loss"]
 
 TOKENS = "tokens"
 
@@ -61,6 +61,19 @@ def policy_loss(
     return (_exact(weights) * losses).sum(), {TOKENS: float(len(logprobs))} | metrics
 
 
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, clip: float | None
+) -> tuple[Tensor, dict[str, float]]:
+    """The critic's: half the squared error, or the worse one of moving freely and of moving by `clip` at most from
+    the values before the update. Vectors by trained token; metrics as sums."""
+    values, old_values, returns = _exact(values), _exact(old_values).detach(), _exact(returns)
+    losses = (values - returns) ** 2
+    if clip is not None:
+        losses = torch.maximum(losses, (old_values + (values - old_values).clamp(-clip, clip) - returns) ** 2)
+    metrics = {TOKENS: float(len(values)), "value": values.detach().sum().item(), "return": returns.sum().item()}
+    return (_exact(weights) * losses).sum() / 2, metrics
+
+
 def _exact(values: Tensor) -> Tensor:
     """In fp32 at least."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
@@ -76,7 +89,7 @@ def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 def _token_losses(
     logprobs: Tensor, old: Tensor, advantages: Tensor, call_ids: Tensor, config: AlgorithmConfig
 ) -> tuple[Tensor, dict[str, float]]:
-    if config.loss == "reinforce":
+    if config.loss in ("reinforce", "sft", "dpo"):
         return -advantages * logprobs, {}
     log_ratio = logprobs - old
     if config.loss == "gspo":
@@ -109,7 +122,7 @@ def _importance(
         "gap": gap.abs().sum().item(),
         "gap_k3": (gap.exp() - 1 - gap).sum().item(),
     }
-    if config.importance == "none":
+    if config.importance == "none" or config.loss in ("sft", "dpo"):
         return torch.ones_like(old), metrics
     ratio = (_call_sum(gap, call_ids) if config.importance.startswith("call") else gap).exp()
     cap = config.importance_cap

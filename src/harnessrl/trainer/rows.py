@@ -36,8 +36,10 @@ class Row:
     """float32; 1 in context."""
     calls_T: np.ndarray
     """int32: index into the rollout's calls; -1 in context."""
+    rewards_T: np.ndarray
+    """float32, filled in by `build_update` for a critic: what comes with the last token of a call."""
     advantages_T: np.ndarray
-    """float32, filled in by `build_update`."""
+    """float32, filled in by `build_update`; with a critic by `critic_advantages`, for DPO by `dpo_advantages`."""
     weights_T: np.ndarray
     """float32, filled in by `build_update`: the step's loss is the sum of weight · loss over all its tokens."""
 
@@ -115,6 +117,7 @@ def _row(trajectory: Trajectory, leaf: int, trained: list[int]) -> Row:
         versions_T=np.full(n, CONTEXT, dtype=np.int32),
         temperatures_T=np.ones(n, dtype=np.float32),
         calls_T=np.full(n, CONTEXT, dtype=np.int32),
+        rewards_T=np.zeros(n, dtype=np.float32),
         advantages_T=np.zeros(n, dtype=np.float32),
         weights_T=np.zeros(n, dtype=np.float32),
     )
