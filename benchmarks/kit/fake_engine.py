@@ -107,7 +107,11 @@ class _Connection(asyncio.Protocol):
         if len(self.received) >= end + 4 + length:
             body = bytes(self.received[end + 4 : end + 4 + length])
             del self.received[: end + 4 + length]
-            self.answer(head.split(b" ", 2)[1].decode(), body)
+            method, path, _ = head.split(b" ", 2)
+            if method == b"POST":
+                self.answer(path.decode(), body)
+            else:
+                self.transport.write(_http(b"{}"))
 
     def answer(self, path: str, body: bytes) -> None:
         _, size, delay, *_ = path.split("/")

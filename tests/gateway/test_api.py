@@ -189,12 +189,24 @@ BAD_BODIES = {
     "half": b'[{"input": ',
     "empty": b"",
     "deep": b'[{"input": ' + b"[" * 50_000 + b"]" * 50_000 + b"}]",
-    "quite deep": b'[{"input": ' + b"[" * 200 + b"]" * 200 + b"}]",
+    "too deep": b'[{"input": ' + b"[" * 199 + b"]" * 199 + b"}]",
     "object": b'{"input": 1}',
     "no input": b"[{}]",
     "timeout": b'[{"input": 1, "config": {"timeout_seconds": -1}}]',
     "priority": b'[{"input": 1, "config": {"priority": 99999999999999999999}}]',
 }
+
+
+async def test_what_is_accepted_can_be_given_back(http: httpx.AsyncClient):
+    deep = b"[" * 197 + b"]" * 197
+    body = b'[{"input": %s, "metadata": {"x": %s}}]' % (deep, deep)
+    created = await http.post("/api/rollouts", content=body, headers=JSON)
+    url = f"/api/rollouts/{created.json()[0]['rollout_id']}"
+    posted = await http.post(
+        f"{url}/attempt/0/events", content=b'{"event_type": "x", "data": {"x": %s}}' % deep, headers=JSON
+    )
+    answers = [created, posted, *[await http.get(url + path) for path in ("", "/events", "/events?format=triplet")]]
+    assert all(answer.is_success and deep in answer.content for answer in answers)
 
 
 @pytest.mark.parametrize("body", BAD_BODIES.values(), ids=BAD_BODIES.keys())
