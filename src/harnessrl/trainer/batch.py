@@ -104,13 +104,16 @@ def _metrics(
     compared = [r for group in groups for r in group.rollouts if r.failure_kind != "infra"]
     outcomes = np.array([r.outcome(config.failure_reward) for r in compared])
     rows = [row for step in steps for row in step.rows]
+    calls = [call for rollout in compared for call in rollout.calls if call.sampled_ids]
     metrics: dict[str, float] = {
         "reward_mean": float(outcomes.mean()) if len(outcomes) else float("nan"),
         "reward_std": float(outcomes.std()) if len(outcomes) else float("nan"),
         "groups": len(groups),
         "rollouts": len(compared),
         "rows": len(rows),
-        "calls": sum(len(r.calls) for r in compared),
+        "calls": len(calls),
+        "calls_truncated": sum(call.finish_reason == "length" for call in calls) / max(1, len(calls)),
+        "tokens_per_call": sum(len(call.sampled_ids) for call in calls) / max(1, len(calls)),
         "tokens_in_rows": sum(len(row) for row in rows),
         "tokens_trained": sum(row.trained_tokens for row in rows),
         "tokens_dropped": dropped.total(),
