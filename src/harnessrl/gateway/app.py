@@ -15,15 +15,11 @@ from fastapi import FastAPI
 from harnessrl.gateway.api import build_api
 from harnessrl.gateway.auth import Auth
 from harnessrl.gateway.metrics import Metrics
+from harnessrl.gateway.proxy.app import ProxyApp
 from harnessrl.gateway.proxy.gate import Gate
 from harnessrl.gateway.settings import Settings
 from harnessrl.gateway.store import Store, StoreError
 from harnessrl.gateway.store.sqlite import SqliteStore
-
-try:
-    from harnessrl.gateway.proxy.app import ProxyApp  # pyright: ignore
-except ImportError:
-    from harnessrl.gateway.proxy.placeholder import ProxyApp
 
 __all__ = ["Gateway", "create_app"]
 
@@ -65,7 +61,7 @@ class Gateway:
             self.metrics.gauge("inflight", "Calls that an engine is working on.", lambda: self.gate.inflight)
             self.metrics.gauge("held", "Requests that wait for the gate to open.", lambda: self.gate.held)
             self.metrics.gauge("store_backlog", "Writes that wait for their commit.", store.backlog)
-            self.proxy = ProxyApp(self.store, settings, self.auth, self.gate)
+            self.proxy = ProxyApp(self.store, settings, self.auth, self.gate, self.metrics)
             await self.proxy.start()
             stack.push_async_callback(self.proxy.close)
             self.api = build_api(self)

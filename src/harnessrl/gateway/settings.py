@@ -29,6 +29,24 @@ class Settings:
     log_level: str = "info"
     """`debug` shows each call."""
 
+    train_temperature: float = 1.0
+    """Temperature of training calls, whatever the harness asks for."""
+    val_temperature: float | None = None
+    """Temperature of evaluation calls; None: as the harness asks."""
+    accept_rendered: bool = False
+    """Train through renderers that can't continue a conversation token by token (`continuity: rendered`)."""
+    connect_seconds: float = 5
+    """How long a connection to an engine may take."""
+    read_seconds: float = 1800
+    """How long an engine may say nothing, as long as it answers its probes."""
+    health_seconds: float = 2
+    """Time between probes of an engine in use; two failed ones end its calls."""
+    keepalive_seconds: float = 15
+    """Silence after which a streamed answer gets a comment, so that nobody on the way hangs up."""
+    max_calls: int = 10_000
+    """Calls at once in all; more are answered 429."""
+    max_calls_per_rollout: int = 256
+
     @property
     def loopback(self) -> bool:
         try:

@@ -44,6 +44,10 @@ class Gate:
         self._set(Pause.model_validate(saved) if saved else None)
 
     @property
+    def is_open(self) -> bool:
+        return self._pause is None
+
+    @property
     def held(self) -> int:
         """Requests that wait."""
         return len(self._waiting)

@@ -1,0 +1,221 @@
+"""Which renderer serves a model, by explicit configuration, and what the gateway makes of it: a `Chat`."""
+
+import json
+import threading
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from renderers import Message, ParsedToolCall, Renderer, ToolCallParseStatus, config_from_name, create_renderer
+from renderers.base import RENDERER_REGISTRY, _populate_registry
+from renderers.configs import DefaultRendererConfig
+from renderers.reasoning import prompt_ends_in_reasoning
+
+from harnessrl.gateway.chat.canonical import ToolCall
+from harnessrl.gateway.chat.chatml import TOOL_CLOSE, TOOL_OPEN, ChatML, ChatMLConfig
+from harnessrl.gateway.chat.stream import Detokenizer, Markers, StreamParser, Whole
+from harnessrl.gateway.chat.tokenizer import Tokenizer, load_tokenizer
+from harnessrl.schemas import Json
+
+__all__ = ["Chat", "known_renderers", "load_chat", "make_renderer"]
+
+_THINK = ("<think>", "</think>")
+_HERMES = Markers(_THINK, ((TOOL_OPEN, TOOL_CLOSE),))
+_KIMI = Markers(_THINK, (("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),))
+_MARKERS = {
+    "chatml": Markers(None, ((TOOL_OPEN, TOOL_CLOSE),)),
+    "qwen3": _HERMES,
+    "qwen3-vl": _HERMES,
+    "qwen3.5": _HERMES,
+    "qwen3.6": _HERMES,
+    "qwen3.8": _HERMES,
+    "prime-qwen3": _HERMES,
+    "glm-4.5": _HERMES,
+    "glm-5": _HERMES,
+    "glm-5.1": _HERMES,
+    "glm-5.3": _HERMES,
+    "nemotron-3": _HERMES,
+    "nemotron-3.5": _HERMES,
+    "nemotron-3-ultra": _HERMES,
+    "minimax-m2": Markers(_THINK, (("<minimax:tool_call>", "</minimax:tool_call>"),)),
+    "kimi-k2": _KIMI,
+    "kimi-k2.5": _KIMI,
+    "deepseek-r1": Markers(_THINK),
+}
+"""How a family's answers can be streamed. Families that are not here go out in one piece at the end."""
+
+
+def known_renderers() -> list[str]:
+    _populate_registry()
+    return sorted({*RENDERER_REGISTRY, "chatml"})
+
+
+def make_renderer(tokenizer: Tokenizer, config: Json) -> Renderer:
+    """The renderer that `config` names, e.g. `{"name": "qwen3", "enable_thinking": false}`.
+
+    Raises `ValueError` for an unknown name or option.
+    """
+    options = dict(config)
+    name = options.pop("name", None)
+    if name == "chatml":
+        unknown = set(options) - {"system"}
+        if unknown:
+            raise ValueError(f"The chatml renderer has no option {min(unknown)!r}; it has: system.")
+        return ChatML(tokenizer, ChatMLConfig(**options))
+    if name not in known_renderers() or (known := config_from_name(name)) is None:
+        raise ValueError(f"No renderer {name!r}. Known: {', '.join(known_renderers())}.")
+    chosen = type(known).model_validate({**options, "name": name})
+    if isinstance(chosen, DefaultRendererConfig):
+        return create_renderer(_template_tokenizer(tokenizer.name_or_path), chosen)  # type: ignore[arg-type]
+    return create_renderer(tokenizer, chosen)  # type: ignore[arg-type]
+
+
+def _template_tokenizer(name: str) -> Any:
+    from transformers import AutoTokenizer  # heavy: only the default renderer needs its chat templates
+
+    return AutoTokenizer.from_pretrained(name)
+
+
+class Chat:
+    """One model's way from messages to token ids and back. Safe to use from several threads."""
+
+    def __init__(self, tokenizer: Tokenizer, config: Json):
+        self.tokenizer = tokenizer
+        self.config = config
+        self.renderer = make_renderer(tokenizer, config)
+        self.stop_ids = self.renderer.get_stop_token_ids()
+        self.can_continue = config["name"] != "default"
+        self.drops_reasoning = getattr(self.renderer, "effective_thinking_retention", "template") != "all"
+        self._markers = _MARKERS.get(config["name"])
+        self._lock = threading.Lock()
+        self._variants: dict[str, Chat] = {}
+
+    def with_options(self, template: Json) -> "Chat":
+        """This chat under further template options of one request. Raises `ValueError` for unknown ones."""
+        if not template:
+            return self
+        key = json.dumps(template, sort_keys=True)
+        with self._lock:
+            if key not in self._variants:
+                if len(self._variants) >= 16:
+                    self._variants.clear()
+                self._variants[key] = Chat(self.tokenizer, {**self.config, **template})
+            return self._variants[key]
+
+    def render(self, messages: Sequence[Json], tools: list[Json]) -> np.ndarray:
+        """Prompt ids (int32) of a whole conversation, up to where the assistant speaks.
+
+        Raises `ValueError` where the template can't express it.
+        """
+        try:
+            ids = self.renderer.render_ids(_for_template(messages), tools=tools or None, add_generation_prompt=True)  # type: ignore[arg-type]
+        except (KeyError, TypeError, AttributeError, IndexError) as error:
+            raise ValueError(f"the chat template failed on these messages: {error!r}") from error
+        return np.asarray(ids, dtype=np.int32)
+
+    def bridge(
+        self, prompt: np.ndarray, sampled: np.ndarray, new: Sequence[Json], tools: list[Json]
+    ) -> np.ndarray | None:
+        """`prompt` + `sampled` + the rendered `new` messages, or None where the renderer can't continue."""
+        bridged = self.renderer.bridge_to_next_turn(
+            prompt.tolist(),
+            sampled.tolist(),
+            _for_template(new),
+            tools=tools or None,  # type: ignore[arg-type]
+        )
+        return None if bridged is None else np.asarray(bridged.token_ids, dtype=np.int32)
+
+    def parse(self, sampled: Sequence[int], prompt: np.ndarray, tools: list[Json], call_id: str) -> Whole:
+        """What was said. Blocks that hold no call stay in the content, as the model wrote them."""
+        parsed = self.renderer.parse_response(list(sampled), tools=tools or None, prompt_ids=self._tail(prompt))  # type: ignore[arg-type]
+        calls: list[ToolCall] = []
+        content = parsed.content
+        for attempt in parsed.tool_calls:
+            arguments = _arguments(attempt)
+            if tools and attempt.status == ToolCallParseStatus.OK and attempt.name and arguments is not None:
+                calls.append(ToolCall(f"call_{call_id[:24]}{len(calls)}", attempt.name, arguments))
+            else:
+                raw = self._raw(attempt, sampled)
+                content = f"{content}\n{raw}" if content else raw
+        return Whole(content, (parsed.reasoning_content or "").strip(), calls)
+
+    def stream(self, sampled: list[int], prompt: np.ndarray, tools: list[Json], call_id: str) -> StreamParser:
+        """A parser of the text of `sampled`, a list that grows while it is used."""
+        in_reasoning = bool(
+            self._markers
+            and self._markers.reasoning
+            and prompt_ends_in_reasoning(self.tokenizer, self._tail(prompt), stop_ids=frozenset(self.stop_ids))
+        )
+        return StreamParser(
+            self._markers, lambda: self.parse(sampled, prompt, tools, call_id), in_reasoning, bool(tools)
+        )
+
+    def forced_call(self, choice: str) -> list[int]:
+        """Ids with which the assistant must begin so that it calls a tool: `required`, or the tool's name.
+
+        Empty where nothing is forced, or where the family's calls are not known well enough.
+        """
+        if choice == "auto" or self.config["name"] not in ("chatml", "qwen3", "prime-qwen3"):
+            return []
+        text = f'{TOOL_OPEN}\n{{"name": "'
+        if choice != "required":
+            text += f'{json.dumps(choice, ensure_ascii=False)[1:-1]}", "arguments": '
+        return self.tokenizer.encode(text)
+
+    def detokenizer(self) -> Detokenizer:
+        return Detokenizer(self.tokenizer)
+
+    def _tail(self, prompt: np.ndarray) -> list[int]:
+        """The end of a prompt, from its last end of turn on: all that says how the answer begins."""
+        stops = np.flatnonzero(np.isin(prompt, self.stop_ids))
+        return prompt[int(stops[-1]) if len(stops) else 0 :].tolist()
+
+    def _raw(self, attempt: ParsedToolCall, sampled: Sequence[int]) -> str:
+        if attempt.token_span is None:
+            return attempt.raw
+        start, end = attempt.token_span
+        return self.tokenizer.decode(sampled[start:end])
+
+
+def _arguments(call: ParsedToolCall) -> str | None:
+    if isinstance(call.arguments, dict):
+        return json.dumps(call.arguments, ensure_ascii=False)
+    if isinstance(call.arguments, str):
+        try:
+            return call.arguments if isinstance(json.loads(call.arguments), dict) else None
+        except ValueError:
+            return None
+    return None
+
+
+def _for_template(messages: Sequence[Json]) -> list[Message]:
+    """Arguments as objects, as the models' own templates take them."""
+    out: list[Any] = []
+    for message in messages:
+        calls = message.get("tool_calls")
+        out.append({**message, "tool_calls": [_decoded(call) for call in calls]} if calls else message)
+    return out
+
+
+def _decoded(call: Json) -> Json:
+    try:
+        arguments = json.loads(call["function"]["arguments"])
+    except ValueError:
+        return call
+    return {**call, "function": {**call["function"], "arguments": arguments}}
+
+
+@lru_cache(maxsize=16)
+def _load(tokenizer: str, config: str) -> Chat:
+    return Chat(load_tokenizer(tokenizer), json.loads(config))
+
+
+def load_chat(tokenizer: str, config: Json | None) -> Chat:
+    """The chat of a model, kept for the next call. Raises `ValueError` where tokenizer or renderer are unknown."""
+    if config is None:
+        raise ValueError(
+            "A token endpoint needs a renderer, such as {'name': 'chatml'} or {'name': 'qwen3'}: "
+            f"give one of {', '.join(known_renderers())} when you register it."
+        )
+    return _load(tokenizer, json.dumps(config, sort_keys=True))
