@@ -1,6 +1,8 @@
 """A store, a gateway in this process, and gateways as processes."""
 
 import os
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -11,6 +13,8 @@ from gateway_kit import KEY, Serve, Served, client_of
 from harnessrl.gateway.app import Gateway, create_app
 from harnessrl.gateway.settings import Settings
 from harnessrl.gateway.store.sqlite import SqliteStore
+
+REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -47,3 +51,13 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
             served.kill()
         assert served.process.stdout is not None
         served.process.stdout.close()
+
+
+@pytest.fixture
+def engine_url() -> Iterator[str]:
+    """The fake chat endpoint of the benchmarks: `{engine_url}/PROMPTxSAMPLED/DELAY_MS/v1`."""
+    command = [sys.executable, "-m", "benchmarks.kit.fake_engine"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY) as engine:
+        assert engine.stdout is not None
+        yield engine.stdout.readline().split()[-1]
+        engine.kill()

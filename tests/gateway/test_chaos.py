@@ -1,0 +1,134 @@
+"""kill -9 at random points under load: what was acknowledged is there, and nothing is there by half."""
+
+import asyncio
+import contextlib
+import random
+import sqlite3
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import pytest
+from gateway_kit import Serve
+
+KILLS = 30
+WORKERS = 8
+PROMPT, SAMPLED = 500, 100
+
+
+@dataclass
+class Acknowledged:
+    """What the gateway said yes to; `tried` holds what was asked for, answered or not."""
+
+    rollouts: set[str] = field(default_factory=set)
+    batches_tried: list[list[str]] = field(default_factory=list)
+    claimed: set[str] = field(default_factory=set)
+    events: dict[str, list[int]] = field(default_factory=dict)
+    calls: dict[str, int] = field(default_factory=dict)
+    calls_tried: dict[str, int] = field(default_factory=dict)
+    ended: dict[str, str] = field(default_factory=dict)
+
+
+async def worker(http: httpx.AsyncClient, said: Acknowledged, name: str) -> None:
+    for n in range(10_000):
+        batch = [f"{name}-{n}-{i}" for i in range(3)]
+        said.batches_tried.append(batch)
+        await _ok(http.post("/api/rollouts", json=[{"input": {"id": i}, "rollout_id": i} for i in batch]))
+        said.rollouts.update(batch)
+        mine = batch[0]
+        url = f"/api/rollouts/{mine}"
+        await _ok(http.post(f"{url}/claim", json={"controller": "c", "lease_seconds": 600}))
+        said.claimed.add(mine)
+        for number in range(2):
+            body = {"event_type": "reward", "data": {"value": number, "filler": "x" * 3000}}
+            await _ok(http.post(f"{url}/attempt/0/events", json=body))
+            said.events.setdefault(mine, []).append(number)
+        said.calls_tried[mine] = 1
+        chat = f"/proxy/rollout/{mine}/attempt/0/mode/train/openai/v1/chat/completions"
+        await _ok(http.post(chat, json={"messages": [{"role": "user", "content": mine}]}))
+        said.calls[mine] = 1
+        ended = await _ok(http.post(f"{url}/attempt/0/end", json={"ok": n % 3 != 0}))
+        said.ended[mine] = ended.json()["status"]["state"]
+
+
+async def _ok(request) -> httpx.Response:
+    response = await request
+    assert response.is_success, response.text
+    return response
+
+
+async def load(url: str, said: Acknowledged, name: str) -> None:
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, limits=limits, timeout=30) as http, asyncio.TaskGroup() as group:
+        for w in range(WORKERS):
+            group.create_task(_until_lost(worker(http, said, f"{name}-{w}")))
+
+
+async def _until_lost(work) -> None:
+    with contextlib.suppress(httpx.TransportError):
+        await work
+
+
+async def check(url: str, said: Acknowledged) -> None:
+    async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+        for batch in said.batches_tried:
+            found = [await http.get(f"/api/rollouts/{i}") for i in batch]
+            assert len({r.status_code for r in found}) == 1, "a batch is there as a whole or not at all"
+            if found[0].status_code == 404:
+                assert said.rollouts.isdisjoint(batch)
+                continue
+            assert [r.json()["rollout"]["input"]["id"] for r in found] == batch
+            await _check_rollout(http, found[0].json()["rollout"], said)
+        terminal = (await http.get("/api/rollouts/terminal?limit=100000")).json()
+        ids = [item["rollout_id"] for item in terminal["items"]]
+        assert len(ids) == len(set(ids)) == terminal["total_terminal"]
+        assert said.ended.keys() <= set(ids)
+
+
+async def _check_rollout(http: httpx.AsyncClient, rollout: dict, said: Acknowledged) -> None:
+    name, state = rollout["rollout_id"], rollout["status"]["state"]
+    if name in said.ended:
+        assert state == said.ended[name]
+    elif name in said.claimed:
+        assert state in ("running", "succeeded", "failed")
+    events = (await http.get(f"/api/rollouts/{name}/events")).json()
+    rewards = [e["data"] for e in events if e["event_type"] == "reward"]
+    numbers = [reward["value"] for reward in rewards]
+    assert all(reward["filler"] == "x" * 3000 for reward in rewards)
+    assert numbers == list(range(len(numbers))) and len(numbers) >= len(said.events.get(name, []))
+    calls = [e["data"]["response"] for e in events if e["event_type"] == "model_request"]
+    assert said.calls.get(name, 0) <= len(calls) <= said.calls_tried.get(name, 0)
+    for response in calls:
+        choice = response["choices"][0]
+        lengths = [
+            len(x) for x in (response["prompt_token_ids"], choice["token_ids"], choice["logprobs"]["content"])
+        ]
+        assert lengths == [PROMPT, SAMPLED, SAMPLED]
+
+
+@pytest.mark.slow
+def test_kill_9_under_load(serve: Serve, tmp_path: Path, engine_url: str):
+    rng = random.Random(7)
+    everything = 0
+    gateway = serve("--key", "", "--model", "policy")
+    endpoint = {"model": "policy", "endpoint": f"{engine_url}/{PROMPT}x{SAMPLED}/0/v1"}
+    httpx.post(f"{gateway.url}/api/models", json=[endpoint]).raise_for_status()
+    for kill in range(KILLS):
+        said = Acknowledged()
+
+        async def under_load(said=said, name=f"k{kill}", url=gateway.url, victim=gateway) -> None:
+            loading = asyncio.create_task(load(url, said, name))
+            await asyncio.sleep(rng.uniform(0.05, 0.7))
+            victim.kill()
+            await loading
+
+        asyncio.run(under_load())
+        gateway = serve("--key", "", "--model", "policy")
+        asyncio.run(check(gateway.url, said))
+        everything += sum(map(len, (said.rollouts, said.claimed, said.events, said.calls, said.ended)))
+    assert everything > 100 * KILLS
+    assert gateway.terminate() == 0
+    with contextlib.closing(sqlite3.connect(tmp_path / "store.db")) as db:
+        assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+        half = "SELECT count(*) FROM entries LEFT JOIN calls ON entry = id WHERE data IS NULL AND entry IS NULL"
+        assert db.execute(half).fetchone() == (0,)
