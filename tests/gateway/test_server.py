@@ -3,6 +3,8 @@
 import asyncio
 import socket
 import stat
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -77,3 +79,12 @@ def test_what_prevents_a_start_is_one_sentence(serve: Serve, options: tuple[str,
         with pytest.raises(AssertionError, match=words) as failure:
             serve(*(port if option == "PORT" else option for option in options))
     assert len(str(failure.value).splitlines()) == 1
+
+
+def test_a_key_for_one_role(serve: Serve):
+    command = [sys.executable, "-m", "harnessrl", "key", "controller", "--key", "k"]
+    made = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    gateway = serve("--key", "k")
+    headers = {"authorization": f"Bearer {made}"}
+    assert httpx.get(f"{gateway.url}/api/rollouts?state_in=queuing", headers=headers).status_code == 200
+    assert httpx.delete(f"{gateway.url}/api/models", headers=headers).status_code == 403
