@@ -97,7 +97,7 @@ def added_latency(bench: Bench, size: str) -> Row:
 def cost(bench: Bench, size: str) -> list[Row]:
     bench.register(size)
     body, urls = request_body(size), bench.rollouts(CONCURRENCY)
-    calls = {"500x100": 2000, "8000x300": 1000, "32000x500": 500}[size] // (4 if bench.quick else 1)
+    calls = {"500x100": 2000, "8000x300": 1000, "32000x500": 500}[size] // (2 if bench.quick else 1)
     asyncio.run(run(urls, body, CONCURRENCY, 200))
     cpu, memory = bench.cpu_seconds(), bench.memory_mb()
     leg = asyncio.run(run(urls, body, CONCURRENCY, calls))

@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-__all__ = ["MAX_DEPTH", "parse_json"]
+__all__ = ["MAX_DEPTH", "check_depth", "parse_json"]
 
 _WRITER_DEPTH = 254
 """Deepest nesting that orjson writes; it reads four times as much."""
@@ -19,12 +19,15 @@ def parse_json(body: bytes | bytearray) -> Any:
     """Raises `ValueError` with what is wrong with the body."""
     value = orjson.loads(body)
     if body.count(b"[") + body.count(b"{") > MAX_DEPTH:
-        _check_depth(value)
+        check_depth(value)
     return value
 
 
-def _check_depth(value: Any) -> None:
-    """Writing it in deep enough a nest costs a small part of what walking through it in Python would."""
+def check_depth(value: Any) -> None:
+    """Raises `ValueError` if `value` is nested too deep to be written again.
+
+    Writing it in deep enough a nest costs a small part of what walking through it in Python would.
+    """
     nest = value
     for _ in range(_WRITER_DEPTH - MAX_DEPTH):
         nest = [nest]

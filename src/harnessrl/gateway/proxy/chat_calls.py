@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from harnessrl.gateway.body import parse_json
+from harnessrl.gateway.body import check_depth
 from harnessrl.gateway.chat.canonical import ChatRequest, RequestError
 from harnessrl.gateway.dialects import Dialect
 from harnessrl.gateway.dialects.openai_chat import canonical_message
@@ -84,7 +84,7 @@ class ChatCall:
         if notes:
             self._headers.append((b"x-harnessrl-overridden", ", ".join(notes).encode("ascii", "replace")))
         try:
-            endpoint, answer = await self._exchange.run(self._ask(orjson.dumps(self._sent)))
+            endpoint, answer, whole = await self._exchange.run(self._ask(orjson.dumps(self._sent)))
         except ClientGone:
             record = self._record(self._route.endpoints[0], Captured())
             record.http_status, record.status, record.trainable = 499, "error", False
@@ -94,10 +94,10 @@ class ChatCall:
         except EngineFailed as error:
             await self._end_failed(error)
         else:
-            await self._end(endpoint, answer)
+            await self._end(endpoint, answer, whole)
 
-    async def _end(self, endpoint: Endpoint, answer: bytes) -> None:
-        captured = _capture(answer, self._context.mode == "train")
+    async def _end(self, endpoint: Endpoint, answer: bytes, whole: Json) -> None:
+        captured = _capture(whole, self._context.mode == "train")
         record = self._record(endpoint, captured)
         request = self._request()
         if request is not None:
@@ -141,8 +141,8 @@ class ChatCall:
                     notes.append(f"{name} ignored")
         return sent, notes
 
-    async def _ask(self, encoded: bytes) -> tuple[Endpoint, bytes]:
-        """The answer's bytes; a streamed one goes out as it comes, all but its end, and is put together."""
+    async def _ask(self, encoded: bytes) -> tuple[Endpoint, bytes, Json]:
+        """The answer's bytes and what they say; a streamed one goes out as it comes, all but its end."""
         assert self._dialect.chat_path is not None
         services = self._services
         while True:
@@ -155,14 +155,16 @@ class ChatCall:
                 with self._context.at_engine(services.gate):
                     response = await services.engines.post(endpoint, self._dialect.chat_path, encoded)
                     if "event-stream" not in response.headers.get("content-type", ""):
-                        return endpoint, _checked(endpoint, await services.engines.read(endpoint, response))
+                        answer = await services.engines.read(endpoint, response)
+                        return endpoint, answer, _parsed(endpoint, answer)
                     assembled = _Assembled()
                     async for data in services.engines.events(endpoint, response):
                         if data == b"[DONE]":
                             break
                         assembled.add(endpoint, data)
                         await self._exchange.write(b"data: " + data + b"\n\n", self._headers)
-                    return endpoint, orjson.dumps(assembled.whole())
+                    whole = assembled.whole()
+                    return endpoint, b"" if self._exchange.started else orjson.dumps(whole), whole
             except EngineFailed as error:
                 self._tries += 1
                 if self._exchange.started:
@@ -280,19 +282,18 @@ class _Assembled:
         return {**self._whole, "object": "chat.completion", "choices": [{**self._choice, "message": self._message}]}
 
 
-def _checked(endpoint: Endpoint, answer: bytes) -> bytes:
+def _parsed(endpoint: Endpoint, answer: bytes) -> Json:
     try:
-        value = parse_json(answer)
+        value = orjson.loads(answer)
     except ValueError as error:
         raise EngineFailed(f"{endpoint.endpoint} sent no JSON ({error})") from error
     choices = value.get("choices") if isinstance(value, dict) else None
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
         raise EngineFailed(f"{endpoint.endpoint} sent no choices: {answer[:200].decode(errors='replace')}")
-    return answer
+    return value
 
 
-def _capture(answer: bytes, logprobs_needed: bool) -> Captured:
-    whole = orjson.loads(answer)
+def _capture(whole: Json, logprobs_needed: bool) -> Captured:
     choice, *others = whole["choices"]
     captured = Captured(finish_reason=choice.get("finish_reason"))
     logprobs = choice.pop("logprobs", None)
@@ -304,6 +305,10 @@ def _capture(answer: bytes, logprobs_needed: bool) -> Captured:
     except (ValueError, TypeError, KeyError, OverflowError) as error:
         captured.problem = f"unusable token ids or log-probabilities ({error})"
     captured.rest = {**whole, "choices": [choice, *others]}
+    try:
+        check_depth(captured.rest)
+    except ValueError as error:
+        captured.rest, captured.problem = {}, f"an unusable answer ({error})"
     message = choice.get("message")
     if isinstance(message, dict):
         captured.message = canonical_message(message)
