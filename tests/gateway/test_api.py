@@ -236,9 +236,12 @@ async def test_models_are_upserted_listed_and_dropped(http: httpx.AsyncClient):
     one = {"model": "m", "endpoint": "http://a/v1", "version": 1}
     response = await http.post("/api/models", json=[one])
     assert (response.status_code, response.json()) == (201, [one])
-    await http.post("/api/models", json=[{**one, "version": 2}, {"model": "n", "endpoint": "b", "kind": "token"}])
+    await http.post(
+        "/api/models", json=[{**one, "version": 2}, {"model": "n", "endpoint": "http://b", "kind": "token"}]
+    )
     listed = (await http.get("/api/models")).json()
     assert [(m["model"], m["version"], m.get("kind")) for m in listed] == [("m", 2, None), ("n", 0, "token")]
+    assert (await http.post("/api/models", json=[{"model": "m", "endpoint": "b"}])).status_code == 422
     response = await http.delete("/api/models")
     assert (response.status_code, response.json()) == (200, {"status": "ok"})
     assert (await http.get("/api/models")).json() == []

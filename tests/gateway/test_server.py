@@ -5,15 +5,26 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import httpx
 import pytest
-from gateway_kit import Serve
+from gateway_kit import Serve, Served
 
-from harnessrl.client import AsyncClient, Client, create_rollouts, get_rollout, list_rollouts, pause, proxy_state
-from harnessrl.schemas import NewRollout, Pause
+from harnessrl.client import (
+    AsyncClient,
+    Client,
+    create_rollouts,
+    get_calls,
+    get_rollout,
+    list_rollouts,
+    pause,
+    proxy_state,
+    register_endpoints,
+)
+from harnessrl.schemas import Endpoint, NewRollout, Pause
 
 
 def test_kill_9_loses_nothing_acknowledged(serve: Serve):
@@ -88,3 +99,52 @@ def test_a_key_for_one_role(serve: Serve):
     headers = {"authorization": f"Bearer {made}"}
     assert httpx.get(f"{gateway.url}/api/rollouts?state_in=queuing", headers=headers).status_code == 200
     assert httpx.delete(f"{gateway.url}/api/models", headers=headers).status_code == 403
+
+
+def chat_url(client: Client) -> str:
+    (rollout,) = client(create_rollouts([NewRollout(input=1)]))
+    return f"/proxy/rollout/{rollout.rollout_id}/attempt/0/mode/train/openai/v1/chat/completions"
+
+
+def call_and_terminate(gateway: Served, engine: str, answers: list[httpx.Response | Exception]) -> float:
+    """SIGTERM while a call is under way; the seconds until the gateway had ended."""
+    with Client(gateway.url) as client:
+        client(register_endpoints([Endpoint(model="policy", endpoint=engine)]))
+        path = chat_url(client)
+
+    def call() -> None:
+        try:
+            answers.append(httpx.post(gateway.url + path, json={"messages": []}, timeout=60))
+        except httpx.TransportError as error:
+            answers.append(error)
+
+    calling = threading.Thread(target=call)
+    calling.start()
+    while httpx.get(f"{gateway.url}/proxy/state").json()["inflight"] == 0:
+        time.sleep(0.02)
+    start = time.monotonic()
+    assert gateway.terminate() == 0
+    seconds = time.monotonic() - start
+    calling.join()
+    return seconds
+
+
+def test_sigterm_lets_calls_run_out(serve: Serve, engine_url: str):
+    answers: list[httpx.Response | Exception] = []
+    call_and_terminate(serve("--key", ""), f"{engine_url}/50x10/1500/v1", answers)
+    (answer,) = answers
+    assert isinstance(answer, httpx.Response) and answer.status_code == 200
+    gateway = serve("--key", "")
+    with Client(gateway.url) as client:
+        (rollout,) = client(list_rollouts("queuing"))
+        (call,) = client(get_calls(rollout.rollout_id))
+    assert (len(call.sampled_ids), call.delivered) == (10, True)
+
+
+def test_sigterm_ends_within_its_deadline(serve: Serve, engine_url: str):
+    answers: list[httpx.Response | Exception] = []
+    seconds = call_and_terminate(
+        serve("--key", "", "--drain-seconds", "1"), f"{engine_url}/50x10/60000/v1", answers
+    )
+    assert seconds < 8
+    assert len(answers) == 1

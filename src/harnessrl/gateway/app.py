@@ -80,6 +80,8 @@ class Gateway:
 
     def begin_drain(self) -> None:
         """From now on nobody is kept waiting; calls in flight run out."""
+        if not self.ending.is_set() and (busy := self.proxy.busy()):
+            _log.info("waiting for calls", seconds=self.settings.drain_seconds, attempts=busy)
         self.ending.set()
         self.gate.drain()
 

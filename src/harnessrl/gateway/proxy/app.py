@@ -54,6 +54,10 @@ class ProxyApp:
         self._attempts.close()
         await self._engines.close()
 
+    def busy(self) -> list[str]:
+        """The attempts with calls under way, as ROLLOUT/ATTEMPT."""
+        return self._attempts.busy()
+
     async def endpoints_changed(self) -> None:
         """The registered engines are others now; returns when calls go by the new list."""
         self._routing.endpoints = await self._store.endpoints()

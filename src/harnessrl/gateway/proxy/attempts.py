@@ -83,6 +83,10 @@ class Attempts:
             self._live[key] = Attempt(rollout_id, attempt_id)
         return self._live[key]
 
+    def busy(self) -> list[str]:
+        """The attempts with calls under way, as ROLLOUT/ATTEMPT."""
+        return [f"{a.rollout_id}/{a.attempt_id}" for a in self._live.values() if a.calls]
+
     def start(self) -> None:
         self._sweeper = asyncio.create_task(self._sweep())
 
