@@ -67,13 +67,16 @@ class LocalRun(Wire):
 
 
 class KubernetesRun(Wire):
-    extensions = frozenset({"image", "command", "env"})
+    extensions = frozenset({"image", "command", "env", "resources"})
 
     job_template: str | None = None
     """A Jinja template of a `batch/v1` Job, as in v1.0 (`job_name`, `input`, filter `yaml_escape`)."""
     image: str | None = None
     command: list[str] | None = None
+    """argv, templates as for the local runner; unset: the image's own."""
     env: dict[str, str] | None = None
+    resources: Json | None = None
+    """`requests` and `limits` of the container, as Kubernetes takes them."""
 
 
 class RolloutConfig(Wire):

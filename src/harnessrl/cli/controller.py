@@ -1,5 +1,6 @@
 """`harnessrl controller`: run the rollouts that a gateway has queued."""
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -11,34 +12,64 @@ Gateway = Annotated[str, typer.Option(envvar="HARNESSRL_GATEWAY", help="URL of t
 Key = Annotated[str | None, typer.Option(envvar="HARNESSRL_KEY", help="The gateway's key.")]
 
 
+class RunnerName(StrEnum):
+    local = "local"
+    kubernetes = "kubernetes"
+
+
 @app.command()
 def controller(
     gateway: Gateway,
     key: Key = None,
-    runner: Annotated[str, typer.Option(help="Where agents run: local.")] = "local",
+    runner: Annotated[RunnerName, typer.Option(help="Where agents run.")] = RunnerName.local,
     concurrency: Annotated[int, typer.Option(min=1, help="How many attempts run at once.")] = 8,
-    workdir: Annotated[Path, typer.Option(help="Folder for attempts and logs.")] = Path("runs/controller"),
     agent_gateway: Annotated[
         str | None, typer.Option(help="URL of the gateway as agents reach it; default: --gateway.")
     ] = None,
     lease_seconds: Annotated[float, typer.Option(min=1, help="Noticed as dead after this time.")] = 30,
     grace_seconds: Annotated[float, typer.Option(min=0, help="Between TERM and KILL.")] = 5,
-    memory_mb: Annotated[int | None, typer.Option(min=16, help="Memory limit of an agent process.")] = None,
-    keep_failed: Annotated[bool, typer.Option("--keep-failed", help="Keep folders of failed attempts.")] = False,
+    keep_failed: Annotated[bool, typer.Option("--keep-failed", help="Keep folders or Jobs of failures.")] = False,
+    workdir: Annotated[Path, typer.Option(help="Local: folder for attempts and logs.")] = Path("runs/controller"),
+    memory_mb: Annotated[int | None, typer.Option(min=16, help="Local: memory limit of an agent process.")] = None,
+    name: Annotated[
+        str, typer.Option(envvar="HARNESSRL_CONTROLLER", help="Kubernetes: unlike other controllers', and lasting.")
+    ] = "controller",
+    namespace: Annotated[str, typer.Option(help="Kubernetes: where Jobs are made.")] = "default",
+    kubeconfig: Annotated[str | None, typer.Option(help="Kubernetes: default as kubectl's.")] = None,
+    pending_seconds: Annotated[
+        float, typer.Option(min=1, help="Kubernetes: a pod that does not run by then has failed.")
+    ] = 600,
+    sweep: Annotated[bool, typer.Option("--sweep", help="Kubernetes: delete all Jobs of --name, and end.")] = False,
 ) -> None:
-    """Run queued rollouts; Ctrl-C stops all agents."""
+    """Run queued rollouts. Ctrl-C stops local agents; Jobs go on for the next controller of that name."""
     import asyncio
     import logging
+    import math
 
-    from harnessrl.controller.local import LocalOptions
     from harnessrl.controller.reconcile import Pace
-    from harnessrl.controller.serve import serve_local
+    from harnessrl.controller.serve import serve
 
-    if runner != "local":
-        raise typer.BadParameter(f"no runner {runner!r}; there is: local")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-
-    options = LocalOptions(grace_seconds, lease_seconds, keep_failed, memory_mb)
     pace = Pace(lease_seconds=lease_seconds, shutdown_seconds=grace_seconds + 3)
-    asyncio.run(serve_local(gateway, key, workdir, agent_gateway or gateway, concurrency, options, pace))
+    agent_url = agent_gateway or gateway
+
+    async def local() -> None:
+        from harnessrl.controller.local import LocalOptions, LocalRunner
+
+        options = LocalOptions(grace_seconds, lease_seconds, keep_failed, memory_mb)
+        with LocalRunner(workdir, agent_url, key, options) as running:
+            await serve(gateway, key, running, concurrency, pace)
+
+    async def kubernetes() -> None:
+        from harnessrl.controller.kubernetes import JobOptions, KubernetesOptions, KubernetesRunner
+
+        jobs = JobOptions(pending_seconds=pending_seconds, grace_seconds=math.ceil(grace_seconds))
+        options = KubernetesOptions(name, agent_url, namespace, kubeconfig, keep_failed=keep_failed, jobs=jobs)
+        async with KubernetesRunner(options) as running:
+            if sweep:
+                typer.echo(f"deleted {await running.sweep()} Jobs of {name} in {namespace}")
+            else:
+                await serve(gateway, key, running, concurrency, pace)
+
+    asyncio.run({RunnerName.local: local, RunnerName.kubernetes: kubernetes}[runner]())

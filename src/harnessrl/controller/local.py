@@ -26,14 +26,13 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Self
 
 from harnessrl.controller.environment import StartError, mapped, model_environment, rendered
 from harnessrl.controller.keeper import start_time, write_json
+from harnessrl.controller.reconcile import StopReason
 from harnessrl.controller.warm import WarmServers, Warmth
-from harnessrl.schemas import AttemptEnd, Claim, FailureKind, LocalRun, Rollout
-
-StopReason = Literal["timeout", "lost", "shutdown"]
+from harnessrl.schemas import AttemptEnd, Claim, FailureKind, Json, LocalRun, Rollout
 
 LOG_BYTES = 1 << 20
 LOGS_KEPT = 2000
@@ -96,24 +95,16 @@ class LocalAttempt:
             return AttemptEnd(ok=False, error_message=message, failure_kind=kind)
         return _judged(end)
 
-    def output(self, limit: int) -> dict[str, Any] | None:
-        """The log's beginning and end, at most `limit` bytes; None if nothing was written."""
+    async def output(self, limit: int) -> Json | None:
         try:
             with open(self.log, "rb") as file:
-                size = file.seek(0, os.SEEK_END)
-                file.seek(0)
-                if size <= limit:
-                    text = file.read()
-                else:
-                    head = file.read(limit // 4)
-                    file.seek(size - limit * 3 // 4)
-                    text = head + f"\n[… {size - limit} bytes left out …]\n".encode() + file.read()
+                text = await asyncio.to_thread(shortened, file, limit)
         except FileNotFoundError:
             return None
-        return {"text": text.decode(errors="replace"), "path": str(self.log), "host": socket.gethostname()}
+        return {"text": text, "path": str(self.log), "host": socket.gethostname()}
 
     def forget(self, keep: bool) -> None:
-        """The gateway knows the end: leave nothing (or, with `keep`, all but the mark of being unreported)."""
+        """Leave nothing (or, with `keep`, all but the mark of being unreported)."""
         if keep:
             (self.folder / "attempt.json").unlink(missing_ok=True)
         else:
@@ -131,7 +122,9 @@ class LocalAttempt:
 
 
 class LocalRunner:
-    """Starts attempts on this machine; raises `WorkdirInUse` if another one has this `workdir`."""
+    """Starts attempts on this machine; a context manager. Raises `WorkdirInUse`."""
+
+    outlives_controller = False
 
     def __init__(self, workdir: Path, gateway_url: str, key: str | None, options: LocalOptions | None = None):
         self.options = options or LocalOptions()
@@ -197,10 +190,13 @@ class LocalRunner:
             adopted.append(LocalAttempt(folder, log, known, _read(folder / "keeper.json")))
         return adopted
 
-    def forget(self, attempt: LocalAttempt, ok: bool) -> None:
-        attempt.forget(keep=self.options.keep_failed and not ok)
+    async def forget(self, attempt: LocalAttempt, ok: bool) -> None:
+        await asyncio.to_thread(attempt.forget, self.options.keep_failed and not ok)
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._warm.close()
         self._lock.close()
 
@@ -300,6 +296,18 @@ async def _exited(pid: int, start: int) -> None:
 def _resolve(future: "asyncio.Future[None]") -> None:
     if not future.done():
         future.set_result(None)
+
+
+def shortened(file: BinaryIO, limit: int) -> str:
+    """The beginning and the end of a file."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    if size <= limit:
+        return file.read().decode(errors="replace")
+    head = file.read(limit // 4)
+    file.seek(size - limit * 3 // 4)
+    gap = f"\n[… {size - limit} bytes left out …]\n"
+    return head.decode(errors="replace") + gap + file.read().decode(errors="replace")
 
 
 def _read(path: Path) -> dict[str, Any] | None:

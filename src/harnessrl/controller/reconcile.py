@@ -11,9 +11,9 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import httpx
 
@@ -28,10 +28,11 @@ from harnessrl.client import (
     renew_leases,
 )
 from harnessrl.controller.environment import StartError
-from harnessrl.schemas import TERMINAL, AttemptEnd, Claim, ClaimRequest, LeaseRenewal, NewEvent, Rollout
+from harnessrl.schemas import TERMINAL, AttemptEnd, Claim, ClaimRequest, Json, LeaseRenewal, NewEvent, Rollout
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+StopReason = Literal["timeout", "lost", "shutdown"]
 
 _CLAIMS_AT_ONCE = 8
 _LOG_EVENT_BYTES = 32 << 10
@@ -50,16 +51,16 @@ class Attempt(Protocol):
         """Epoch seconds after which it is to be stopped; may move."""
         ...
 
-    def stop(self, reason: Any, at_once: bool = False) -> None:
-        """Begin to stop it; `reason` is `timeout`, `lost` or `shutdown`."""
+    def stop(self, reason: StopReason, at_once: bool = False) -> None:
+        """Begin to stop it."""
         ...
 
     async def wait(self) -> AttemptEnd:
         """Until nothing of it runs any more."""
         ...
 
-    def output(self, limit: int) -> dict[str, Any] | None:
-        """Its log, at most `limit` bytes of it, after its end."""
+    async def output(self, limit: int) -> Json | None:
+        """Its log after its end, at most `limit` bytes: `text`, and where it was; None if it is empty."""
         ...
 
 
@@ -69,6 +70,8 @@ A = TypeVar("A", bound=Attempt)
 class Runner(Protocol[A]):
     name: str
     """Of the controller, the same after a restart."""
+    outlives_controller: bool
+    """Attempts go on when the controller is asked to end, for its successor."""
 
     def accepts(self, rollout: Rollout) -> bool: ...
 
@@ -84,7 +87,7 @@ class Runner(Protocol[A]):
         """Attempts that an earlier controller of this name left, running or ended."""
         ...
 
-    def forget(self, attempt: A, ok: bool) -> None:
+    async def forget(self, attempt: A, ok: bool) -> None:
         """The gateway has taken its end: remove what is left of it."""
         ...
 
@@ -115,7 +118,7 @@ class Controller:
         self._stopping = False
 
     async def run(self) -> None:
-        """Until cancelled; then all agents are stopped and their ends reported."""
+        """Until cancelled; then all agents are stopped and their ends reported, unless the runner keeps them."""
         for attempt in await self._runner.adopt():
             self._spawn(attempt.rollout_id, self._see_through(attempt))
         if self._tasks:
@@ -244,12 +247,11 @@ class Controller:
         finally:
             watchdog.cancel()
             del self._attempts[attempt.rollout_id]
-        output = await asyncio.to_thread(attempt.output, _LOG_EVENT_BYTES)
-        if output:
+        if output := await attempt.output(_LOG_EVENT_BYTES):
             event = NewEvent(event_type="log", data=output)
             await self._persist(post_event(attempt.rollout_id, attempt.attempt_id, event))
         await self._report(attempt.rollout_id, attempt.attempt_id, end)
-        await asyncio.to_thread(self._runner.forget, attempt, end.ok)
+        await self._runner.forget(attempt, end.ok)
 
     async def _stop_in_time(self, attempt: Attempt) -> None:
         while (left := attempt.deadline() - time.time()) > 0:
@@ -323,6 +325,9 @@ class Controller:
 
     async def _shut_down(self) -> None:
         self._stopping = True
+        if self._runner.outlives_controller:
+            await self._drop(self._tasks.values())
+            return
         for attempt in self._attempts.values():
             attempt.stop("shutdown")
         if not self._tasks:
@@ -331,9 +336,15 @@ class Controller:
         self.hurry()
         if late:
             _, late = await asyncio.wait(late, timeout=2)
-        for task in late:
+        await self._drop(late)
+
+    @staticmethod
+    async def _drop(tasks: "Iterable[asyncio.Task[None]]") -> None:
+        """What was not reported yet is found by the next controller."""
+        dropped = list(tasks)
+        for task in dropped:
             task.cancel()
-        await asyncio.gather(*late, return_exceptions=True)
+        await asyncio.gather(*dropped, return_exceptions=True)
 
     def _pauses(self) -> "_Pauses":
         return _Pauses(self._pace)

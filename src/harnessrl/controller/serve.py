@@ -3,33 +3,15 @@
 import asyncio
 import logging
 import signal
-from pathlib import Path
+from typing import Any
 
 from harnessrl.client import AsyncClient
-from harnessrl.controller.local import LocalOptions, LocalRunner
 from harnessrl.controller.reconcile import Controller, Pace, Runner
 
 log = logging.getLogger(__name__)
 
 
-async def serve_local(
-    gateway_url: str,
-    key: str | None,
-    workdir: Path,
-    agent_url: str,
-    concurrency: int,
-    options: LocalOptions,
-    pace: Pace,
-) -> None:
-    """Raises `WorkdirInUse`."""
-    runner = LocalRunner(workdir, agent_url, key, options)
-    try:
-        await serve(gateway_url, key, runner, concurrency, pace)
-    finally:
-        runner.close()
-
-
-async def serve(gateway_url: str, key: str | None, runner: "Runner", concurrency: int, pace: Pace) -> None:
+async def serve(gateway_url: str, key: str | None, runner: Runner[Any], concurrency: int, pace: Pace) -> None:
     """Run a controller. A first signal stops all agents and ends it, a second one kills them."""
     async with AsyncClient(gateway_url, key) as gateway:
         controller = Controller(gateway, runner, concurrency, pace)

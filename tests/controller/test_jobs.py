@@ -1,0 +1,174 @@
+"""Jobs as data: what is sent, and what the cluster's answers mean."""
+
+import re
+import time
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from harnessrl.controller.environment import StartError
+from harnessrl.controller.jobs import JobOptions, Seen, job_name, manifest, secret, started_at, verdict
+from harnessrl.schemas import Claim, Json, KubernetesRun, Metadata, Rollout, RolloutConfig, RolloutStatus
+
+OPTIONS = JobOptions(pending_seconds=60, slack_seconds=100)
+
+
+def claim(run: KubernetesRun, task: Any = None, rollout_id: str = "r1", attempt_id: str = "0") -> Claim:
+    rollout = Rollout(
+        rollout_id=rollout_id,
+        input=task,
+        is_train=True,
+        config=RolloutConfig(k8s=run, timeout_seconds=30),
+        metadata=Metadata(),
+        status=RolloutStatus(created_at=0, updated_at=0),
+    )
+    return Claim(rollout=rollout, attempt_id=attempt_id, agent_key="the-key")
+
+
+def made(run: KubernetesRun, task: Any = None) -> Json:
+    return manifest(claim(run, task), "c1", "http://gateway:8080", OPTIONS)
+
+
+@pytest.mark.parametrize("rollout_id", ["0" * 32, "UPPER case/é", "a" * 200, "-", "x--y", "ends-"])
+@pytest.mark.parametrize("attempt_id", ["0", "12"])
+def test_names_are_valid_and_distinct(rollout_id: str, attempt_id: str) -> None:
+    name = job_name(rollout_id, attempt_id)
+    assert re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", name) and len(name) <= 63
+    assert name != job_name(rollout_id + "0", attempt_id) != job_name(rollout_id, attempt_id + "0")
+
+
+def test_names_are_those_of_v1() -> None:
+    assert job_name("0" * 32, "0") == "agl-rollout-" + "0" * 32
+
+
+def test_the_key_is_in_the_secret_only() -> None:
+    job = made(KubernetesRun(image="agent:1", command=["run", "{{ input.q }}"]), {"q": "1+1 $(HOME)"})
+    assert "the-key" not in str(job)
+    container = job["spec"]["template"]["spec"]["containers"][0]
+    assert container["command"] == ["run", "1+1 $$(HOME)"]  # Kubernetes makes it $(HOME) again
+    env = {v["name"]: v for v in container["env"]}
+    assert env["OPENAI_BASE_URL"]["value"].startswith("http://gateway:8080/proxy/rollout/r1/attempt/0/mode/train/")
+    reference = env["OPENAI_API_KEY"]["valueFrom"]["secretKeyRef"]
+    job["metadata"]["uid"] = "u"
+    hidden = secret(claim(KubernetesRun(image="agent:1")), "c1", job)
+    assert hidden["stringData"] == {reference["key"]: "the-key"}
+    assert hidden["metadata"]["name"] == reference["name"]
+    assert hidden["metadata"]["ownerReferences"][0]["uid"] == "u"
+
+
+def test_every_job_is_bounded() -> None:
+    spec = made(KubernetesRun(image="agent:1"))["spec"]
+    assert (spec["backoffLimit"], spec["activeDeadlineSeconds"]) == (0, 30 + 60 + 100)
+    pod = spec["template"]["spec"]
+    assert (pod["restartPolicy"], pod["automountServiceAccountToken"]) == ("Never", False)
+
+
+TEMPLATE = """
+apiVersion: batch/v1
+kind: Job
+metadata: {name: "{{ job_name }}", labels: {team: a}}
+spec:
+  backoffLimit: 4
+  template:
+    spec:
+      containers:
+      - name: agent
+        image: agent:1
+        env:
+        - {name: QUESTION, value: "{{ input.q | yaml_escape }}"}
+        - {name: OPENAI_API_KEY, value: own}
+"""
+
+
+def test_templates_of_v1() -> None:
+    job = made(KubernetesRun(job_template=TEMPLATE), {"q": 'say "hi"\nand: {go}'})
+    assert job["metadata"]["labels"]["team"] == "a" and job["spec"]["backoffLimit"] == 0
+    env = {v["name"]: v.get("value") for v in job["spec"]["template"]["spec"]["containers"][0]["env"]}
+    assert env["QUESTION"] == 'say "hi"\nand: {go}'
+    assert env["OPENAI_API_KEY"] == "own" and "AGL_EVENT_URL" in env
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ input.nothing }}", "nothing"),
+        ("a: [", "no YAML"),
+        ("kind: Pod", "not a Job"),
+        ("{% if %}", "job_template"),
+    ],
+)
+def test_bad_templates_are_named(template: str, message: str) -> None:
+    with pytest.raises(StartError, match=message):
+        made(KubernetesRun(job_template=template), {})
+
+
+def ago(seconds: float) -> str:
+    return datetime.fromtimestamp(time.time() - seconds, UTC).isoformat().replace("+00:00", "Z")
+
+
+def job(created: float = 1, **status: Any) -> Json:
+    return {
+        "metadata": {"name": "j", "creationTimestamp": ago(created)},
+        "spec": {"activeDeadlineSeconds": 100},
+        "status": status,
+    }
+
+
+def pod(phase: str, state: Json | None = None, **status: Any) -> Json:
+    containers = [{"name": "agent", "image": "agent:1", "state": state or {}}]
+    return {"metadata": {"uid": "p"}, "status": {"phase": phase, "containerStatuses": containers, **status}}
+
+
+def terminated(code: int, reason: str = "Error", message: str = "") -> Json:
+    return {"terminated": {"exitCode": code, "reason": reason, "message": message, "startedAt": ago(5)}}
+
+
+WAITING = {"waiting": {"reason": "ErrImagePull", "message": "no such image"}}
+UNSCHEDULABLE = [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/1 nodes"}]
+FAILED = [{"type": "Failed", "status": "True", "reason": "BackoffLimitExceeded", "message": "m"}]
+DEADLINE = [{"type": "Failed", "status": "True", "reason": "DeadlineExceeded", "message": "m"}]
+GOING: dict[str, Seen] = {
+    "no pod yet": Seen(job()),
+    "pulling": Seen(job(), pod("Pending", WAITING)),
+    "running": Seen(job(500), pod("Running", {"running": {"startedAt": ago(400)}})),
+}
+ENDS: dict[str, tuple[Seen, str | None, str | None]] = {
+    "success": (Seen(job(), pod("Succeeded", terminated(0, "Completed"))), None, None),
+    "exit code": (Seen(job(), pod("Failed", terminated(3))), "exited with code 3", None),
+    "signal": (Seen(job(), pod("Failed", terminated(139))), "killed by SIGSEGV", None),
+    "out of memory": (Seen(job(), pod("Failed", terminated(137, "OOMKilled"))), "out of memory", None),
+    "no such program": (Seen(job(), pod("Failed", terminated(128, "StartError", "no x"))), "no x", "infra"),
+    "evicted": (Seen(job(), pod("Failed", reason="Evicted", message="disk")), "Evicted: disk", "infra"),
+    "image": (Seen(job(61), pod("Pending", WAITING)), "ErrImagePull: no such image", "infra"),
+    "capacity": (Seen(job(61), pod("Pending", conditions=UNSCHEDULABLE)), "Unschedulable: 0/1 nodes", "infra"),
+    "quota": (Seen(job(61)), "no pod was made", "infra"),
+    "pod deleted": (
+        Seen(job(), pod("Running", {"running": {"startedAt": ago(1)}}), {"p"}),
+        "pod was deleted",
+        "infra",
+    ),
+    "job deleted": (Seen(None, pod("Running")), "Job was deleted", "infra"),
+    "deadline": (Seen(job(conditions=DEADLINE), pod("Running"), {"p"}), "deadline", "agent"),
+    "deadline, said later": (Seen(job(startTime=ago(101)), pod("Running"), {"p"}), "deadline", "agent"),
+    "job failed": (Seen(job(conditions=FAILED)), "BackoffLimitExceeded", "infra"),
+}
+
+
+@pytest.mark.parametrize("name", GOING)
+def test_what_goes_on(name: str) -> None:
+    assert verdict(GOING[name], pending_seconds=60) is None
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_ends_are_told_apart(name: str) -> None:
+    seen, message, owner = ENDS[name]
+    end = verdict(seen, pending_seconds=60)
+    assert end is not None and end.ok == (message is None)
+    assert (message or "") in (end.error_message or "") and end.failure_kind == owner
+
+
+def test_the_time_begins_with_the_container() -> None:
+    assert started_at(GOING["pulling"]) is None
+    begun = started_at(GOING["running"])
+    assert begun is not None and time.time() - begun == pytest.approx(400, abs=5)
