@@ -16,7 +16,7 @@ def harnessrl() -> None:
 
 
 def main() -> None:
-    from harnessrl.cli import config, controller, gateway, key  # noqa: F401  (each registers its command)
+    from harnessrl.cli import config, controller, engine, gateway, key  # noqa: F401  (each registers its command)
     from harnessrl.client import GatewayError
 
     try:

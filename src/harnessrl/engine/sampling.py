@@ -28,7 +28,9 @@ class Sampling:
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
-def sample(logits_BV: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float]) -> tuple[list[int], list[float]]:
+def sample(
+    logits_BV: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float]
+) -> tuple[list[int], list[float]]:
     """Draw one token a row by inverting its cumulative distribution at the row's uniform number in [0, 1).
 
     Returns ids and natural log-probabilities, after temperature and truncation.
