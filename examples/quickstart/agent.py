@@ -3,12 +3,11 @@
 It finds its model through OPENAI_BASE_URL and OPENAI_API_KEY and leaves its turns in `transcript.json`.
 """
 
-import ast
 import json
-import operator
 import re
 import sys
 
+from calculator import calculate
 from openai import OpenAI
 
 SYSTEM = (
@@ -21,19 +20,6 @@ EXAMPLE = [
     {"role": "user", "content": "RESULT(39)"},
     {"role": "assistant", "content": "ANSWER(39)"},
 ]
-OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
-
-
-def calculate(node: ast.AST) -> float:
-    """Value of an expression of numbers, + - * / and parentheses; raises for anything else."""
-    match node:
-        case ast.Expression(body):
-            return calculate(body)
-        case ast.Constant(value=int() | float() as number):
-            return number
-        case ast.BinOp(left, op, right) if type(op) in OPERATORS:
-            return OPERATORS[type(op)](calculate(left), calculate(right))
-    raise SyntaxError("not a calculation")
 
 
 def main(question: str) -> None:
@@ -43,14 +29,14 @@ def main(question: str) -> None:
         answer = client.chat.completions.create(model="policy", messages=messages, max_tokens=max_tokens).choices[0]
         text = answer.message.content or ""
         turns.append({"text": text, "finished": answer.finish_reason == "stop"})
-        if call := re.fullmatch(r"CALC\((.+)\)", text):
-            try:
-                result = f"RESULT({calculate(ast.parse(call[1], mode='eval')):g})"
-            except (SyntaxError, ArithmeticError):
-                result = "ERROR"
-            messages += [{"role": "assistant", "content": text}, {"role": "user", "content": result}]
-        else:
+        call = re.fullmatch(r"CALC\((.+)\)", text)
+        if not call:
             break
+        try:
+            result = f"RESULT({calculate(call[1]):g})"
+        except ValueError as error:
+            result = f"ERROR({error})"
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": result}]
     with open("transcript.json", "w") as file:
         json.dump(turns, file)
 

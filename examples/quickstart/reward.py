@@ -4,14 +4,13 @@ A well-formed call earns 0.1, one that can be calculated 0.1 more, the right val
 well-formed answer earns 0.1 and the right answer 0.4. A turn that did not end by itself is malformed.
 """
 
-import ast
 import json
 import os
 import re
 import sys
 import urllib.request
 
-from agent import calculate
+from calculator import calculate
 
 
 def grade(turns: list[dict], answer: float) -> float:
@@ -19,8 +18,8 @@ def grade(turns: list[dict], answer: float) -> float:
     if not (call and turns[0]["finished"]):
         return 0.0
     try:
-        value = calculate(ast.parse(call[1], mode="eval"))
-    except (SyntaxError, ArithmeticError):
+        value = calculate(call[1])
+    except ValueError:
         return 0.1
     reward = 0.5 if value == answer else 0.2
     said = re.fullmatch(r"ANSWER\((-?[\d.]+)\)", turns[1]["text"]) if len(turns) > 1 else None

@@ -209,10 +209,16 @@ class Client:
 
 
 class AsyncClient:
-    """Asynchronous client; otherwise as `Client`."""
+    """Asynchronous client; otherwise as `Client`. `transport`: another way to the gateway than the network."""
 
-    def __init__(self, url: str, key: str | None = None, timeout: float = 60):
-        self._http = httpx.AsyncClient(base_url=url, headers=_auth(key), timeout=timeout)
+    def __init__(
+        self,
+        url: str,
+        key: str | None = None,
+        timeout: float = 60,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ):
+        self._http = httpx.AsyncClient(base_url=url, headers=_auth(key), timeout=timeout, transport=transport)
 
     async def __call__(self, request: Request[T]) -> T:
         response = await self._http.request(**request.arguments())

@@ -9,10 +9,10 @@ import io
 import textwrap
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from harnessrl.schemas import Json, KubernetesRun, LocalRun
 from harnessrl.trainer.algorithm import AlgorithmConfig
@@ -87,10 +87,33 @@ class CollectConfig(Section):
     """Tasks per update."""
     group_size: Positive = 4
     """Rollouts of each task."""
+    groups_in_flight: Positive | None = None
+    """Groups running at once. As many as an update takes (the default): synchronous. More: harnesses go on
+    while the model is updated (collocated async); twice as many is a good start."""
+    max_staleness: Annotated[int, Field(ge=1)] = 4
+    """A group is trained at most this many updates after the one that it was started under."""
+    when_stale: Literal["wait", "drop"] = "wait"
+    """Before an update that would make an unfinished group too old: wait for it, or drop it and deal its task
+    again."""
+    rest: Literal["cut", "drain"] = "cut"
+    """How calls in flight come to rest for an update: stopped, and continued under the new weights, or finished."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    eval_temperature: Annotated[float, Field(ge=0)] = 0.0
+    eval_temperature: Annotated[float, Field(ge=0)] | None = None
+    """null: as the agent asks."""
     min_group_size: Positive = 2
     """A group that lost members to infrastructure still trains with this many, else it is dropped."""
+    patience_seconds: Positive = 300
+    """How long nothing may happen before a warning says what is being waited for."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        most = self.groups_per_update * (self.max_staleness + 1)
+        if self.groups_in_flight and not self.groups_per_update <= self.groups_in_flight <= most:
+            raise ValueError(
+                f"groups_in_flight must be between groups_per_update ({self.groups_per_update}) and "
+                f"groups_per_update x (max_staleness + 1) ({most}), or groups would grow too old to be trained"
+            )
+        return self
 
 
 class OptimConfig(Section):

@@ -1,5 +1,6 @@
 """The command line: one file per command. A user's mistake ends in one sentence, not in a traceback."""
 
+import importlib
 import os
 import sys
 
@@ -7,7 +8,20 @@ import typer
 
 __all__ = ["app", "main"]
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+COMMANDS = (
+    "config",
+    "controller",
+    "engine",
+    "eval",
+    "gateway",
+    "key",
+    "quickstart",
+    "rollouts",
+    "train",
+)
+"""Modules of this package; each registers its command when it is imported."""
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
 @app.callback()
@@ -16,7 +30,8 @@ def harnessrl() -> None:
 
 
 def main() -> None:
-    from harnessrl.cli import config, controller, engine, gateway, key  # noqa: F401  (each registers its command)
+    for command in COMMANDS:
+        importlib.import_module(f"harnessrl.cli.{command}")
     from harnessrl.client import GatewayError
 
     try:

@@ -29,6 +29,10 @@ def gateway(
         float, typer.Option(help="How long calls wait while paused; 0 answers 429 at once.", min=0)
     ] = 600,
     drain_seconds: Annotated[float, typer.Option(help="How long SIGTERM waits for calls in flight.", min=0)] = 30,
+    train_temperature: Annotated[float, typer.Option(help="Temperature of training calls.", min=0)] = 1.0,
+    val_temperature: Annotated[
+        float | None, typer.Option(help="Temperature of evaluation calls; default: as asked.", min=0)
+    ] = None,
     max_body_mb: Annotated[float, typer.Option(help="Larger request bodies are refused.", min=0)] = 16,
     keep_days: Annotated[
         float | None, typer.Option(help="Remove consumed rollouts older than this.", min=0)
@@ -51,6 +55,8 @@ def gateway(
             model=model,
             hold_seconds=hold_seconds,
             drain_seconds=drain_seconds,
+            train_temperature=train_temperature,
+            val_temperature=val_temperature,
             max_body_bytes=int(max_body_mb * 2**20),
             keep_days=keep_days,
             keep_bytes=keep_bytes,

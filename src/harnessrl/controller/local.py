@@ -218,8 +218,11 @@ class LocalRunner:
         source = os.path.abspath(rendered(run.cwd, claim)) if run.cwd else None
         stages: list[dict[str, Any]] = []
 
-        def add(name: str, argv: list[str], env: dict[str, str]) -> None:
-            stages.append({"name": name, "argv": [rendered(a, claim) for a in argv], "env": env, "cwd": cwd})
+        def add(name: str, command: list[str], env: dict[str, str]) -> None:
+            argv = [rendered(item, claim) for item in command]
+            python, warm = _python_command(argv, env)
+            how = warm if warm and python == warmth.python else {"argv": argv}
+            stages.append({"name": name, "env": env, "cwd": cwd, **how})
 
         if source and run.copy_cwd:
             stages.append({"name": "copy", "argv": ["cp", "-a", f"{source}/.", cwd], "env": {}, "cwd": "/"})
@@ -227,9 +230,9 @@ class LocalRunner:
             cwd = source
         env = mapped(run.env_map, claim.rollout.input)
         env.update({name: rendered(value, claim) for name, value in (run.env or {}).items()})
+        warmth, agent = _agent(run, claim, env)
         if run.setup:
             add("setup", run.setup, env)
-        warmth, agent = _agent(run, claim, env)
         stages.append({"name": "agent", "env": env, "cwd": cwd, **agent})
         if run.evaluate:
             if claim.evaluator_key is None:
@@ -248,12 +251,22 @@ def _agent(run: LocalRun, claim: Claim, env: dict[str, str]) -> tuple[Warmth, di
     argv = [rendered(item, claim) for item in run.command]
     if not preload:
         return Warmth(), {"argv": argv}
-    python = shutil.which(argv[0], path=env.get("PATH"))
-    if python is None or len(argv) < 2 or (argv[1].startswith("-") and argv[1:2] != ["-m"]):
+    python, warm = _python_command(argv, env)
+    if python is None or warm is None:
         raise StartError(f"`preload` needs a command [python, script.py, …] or [python, -m, module, …], not {argv}")
-    if argv[1] == "-m":
-        return Warmth(python, preload), {"python": {"module": argv[2], "argv": argv[2:]}}
-    return Warmth(python, preload), {"python": {"script": argv[1], "argv": argv[1:]}}
+    return Warmth(python, preload), warm
+
+
+def _python_command(argv: list[str], env: dict[str, str]) -> tuple[str | None, dict[str, Any] | None]:
+    """The interpreter of `[python, script.py, …]` or `[python, -m, module, …]`, and what a warm one is to run."""
+    python = shutil.which(argv[0], path=env.get("PATH"))
+    if python is None or len(argv) < 2 or not os.path.basename(python).startswith("python"):
+        return None, None
+    if argv[1] == "-m" and len(argv) > 2:
+        return python, {"python": {"module": argv[2], "argv": argv[2:]}}
+    if argv[1].startswith("-"):
+        return None, None
+    return python, {"python": {"script": argv[1], "argv": argv[1:]}}
 
 
 def _judged(end: dict[str, Any]) -> AttemptEnd:

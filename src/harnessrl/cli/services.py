@@ -1,0 +1,120 @@
+"""Gateway and controller as child processes of `harnessrl train`: adopted by a resumed run, ended with it."""
+
+import json
+import os
+import re
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
+
+import psutil
+
+from harnessrl.config import Config
+
+__all__ = ["Service", "controller_service", "gateway_key", "gateway_service"]
+
+READY_SECONDS = 60
+STOP_SECONDS = 15
+READY = r"gateway ready at (\S+)"
+
+
+class Service:
+    """`harnessrl NAME ARGUMENTS` in a session of its own, its output in `folder/NAME.log`; a context manager.
+
+    A process that an earlier trainer of this run left running is adopted. With `ready`, entering waits for a line
+    of output that matches it (RuntimeError with the log's end if none comes): `address` is its first group.
+    """
+
+    def __init__(self, folder: Path, name: str, arguments: Sequence[str], key: str, ready: str | None = None):
+        self._command = [sys.executable, "-m", "harnessrl", name, *arguments]
+        self._name, self._ready = name, ready
+        self._log, self._known = folder / f"{name}.log", folder / f"{name}.json"
+        self._key = key
+        self.address = ""
+
+    def __enter__(self) -> Self:
+        self._process = self._running() or self._start()
+        if self._ready:
+            try:
+                self.address = self._wait_ready(self._ready)
+            except BaseException:
+                self.__exit__()
+                raise
+        return self
+
+    def _running(self) -> psutil.Process | None:
+        try:
+            known = json.loads(self._known.read_text())
+            process = psutil.Process(known["pid"])
+            return process if process.create_time() == known["since"] else None
+        except (FileNotFoundError, psutil.NoSuchProcess):
+            return None
+
+    def _start(self) -> psutil.Process:
+        # The key travels in the environment: a command line can be read by every user of the machine.
+        env = os.environ | {"PYTHONUNBUFFERED": "1", "HARNESSRL_KEY": self._key}
+        with self._log.open("wb") as out:
+            started = subprocess.Popen(
+                self._command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env, start_new_session=True
+            )
+        process = psutil.Process(started.pid)
+        self._known.write_text(json.dumps({"pid": started.pid, "since": process.create_time()}))
+        return process
+
+    def _wait_ready(self, pattern: str) -> str:
+        deadline = time.monotonic() + READY_SECONDS
+        while time.monotonic() < deadline:
+            if match := re.search(pattern, self._log.read_text(errors="replace")):
+                return match[1]
+            if not self._process.is_running() or self._process.status() == psutil.STATUS_ZOMBIE:
+                break
+            time.sleep(0.05)
+        tail = self._log.read_text(errors="replace").strip().splitlines()[-1:]
+        raise RuntimeError(f"`harnessrl {self._name}` did not start: {' '.join(tail)} (see {self._log})")
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._process.terminate()
+            self._process.wait(STOP_SECONDS)
+        except psutil.TimeoutExpired:
+            self._process.kill()
+        except psutil.NoSuchProcess:
+            pass
+        self._known.unlink(missing_ok=True)
+
+
+def gateway_key(config: Config, folder: Path) -> str:
+    """The configured key, or one of the run's own, kept for when it is resumed."""
+    if config.gateway.key is not None:
+        return config.gateway.key
+    file = folder / "gateway.key"
+    if not file.exists():
+        file.touch(mode=0o600)
+        file.write_text(secrets.token_urlsafe(24))
+    return file.read_text()
+
+
+def gateway_service(config: Config, folder: Path, key: str) -> Service:
+    """The run's own gateway, its store in the run's folder. It keeps its port when it is started again."""
+    collect, log = config.collect, folder / "gateway.log"
+    before = re.search(READY, log.read_text(errors="replace")) if log.exists() else None
+    port = config.gateway.port or (int(before[1].rpartition(":")[2]) if before else 0)
+    arguments = [
+        "--port", str(port), "--store", str(folder / "rollouts.db"),
+        "--hold-seconds", str(config.gateway.hold_seconds), "--train-temperature", str(collect.temperature),
+    ]  # fmt: skip
+    if collect.eval_temperature is not None:
+        arguments += ["--val-temperature", str(collect.eval_temperature)]
+    return Service(folder, "gateway", arguments, key, READY)
+
+
+def controller_service(config: Config, folder: Path, url: str, key: str) -> Service:
+    arguments = [
+        "--gateway", url, "--runner", "local", "--concurrency", str(config.controller.concurrency),
+        "--workdir", str(folder / "work"), *(["--keep-failed"] if config.controller.keep_failed else []),
+    ]  # fmt: skip
+    return Service(folder, "controller", arguments, key)

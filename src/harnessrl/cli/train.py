@@ -1,0 +1,124 @@
+"""`harnessrl train CONFIG [key=value …]`: starts what is not given, trains, ends what it started."""
+
+import asyncio
+import contextlib
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from harnessrl.cli import app
+from harnessrl.cli.services import controller_service, gateway_key, gateway_service
+from harnessrl.cli.view import View
+from harnessrl.client import AsyncClient
+from harnessrl.config import Config, load_config
+from harnessrl.schemas import Json
+
+if TYPE_CHECKING:
+    from harnessrl.trainer.backends.torch import TorchBackend
+    from harnessrl.trainer.run import Run
+
+
+@app.command()
+def train(
+    config: Annotated[Path | None, typer.Argument(help="Configuration file (YAML).")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="Changes to it, as key=value.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Go on with this run: runs/NAME.")] = None,
+) -> None:
+    """Train a model inside its agent."""
+    if (config is None) == (resume is None):
+        raise ValueError("give either a configuration file, or --resume runs/NAME to go on with a run")
+    if resume:
+        resumed(resume)
+    else:
+        run(load_config(config, overrides or []))
+
+
+def run(config: Config) -> Json:
+    """Train as `config` says and print what came of it; returns what `result.json` holds."""
+    check(config)
+    from harnessrl.trainer.run import Run
+
+    return _train(Run.create(config))
+
+
+def resumed(folder: Path) -> Json:
+    """Go on with the run in `folder`, from its newest checkpoint, with the processes that still run."""
+    from harnessrl.trainer.run import Run
+
+    return _train(Run.resume(folder))
+
+
+def _train(run: "Run") -> Json:
+    config, console = run.config, Console(stderr=True)
+    began = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        with console.status(f"loading {config.model.path}"):
+            from harnessrl.trainer.backends.torch import TorchBackend
+
+            backend = TorchBackend(config, run.checkpoint, run.lineage)
+            stack.callback(backend.close)
+        url, key = config.gateway.url, gateway_key(config, run.folder)
+        if url is None:
+            url = stack.enter_context(gateway_service(config, run.folder, key)).address
+        if config.controller.runner == "local":
+            stack.enter_context(controller_service(config, run.folder, url, key))
+        console.print(
+            f"run {run.folder}  model {config.model.path}  gateway {url}", highlight=False, soft_wrap=True
+        )
+        view = stack.enter_context(View(config.train.updates, console))
+        result = asyncio.run(_loop(backend, url, key, run, view))
+    result["seconds_total"] = round(time.monotonic() - began, 1)
+    result["versions"] = versions()
+    run.finish(result)
+    console.print(summary(result, run.folder))
+    return result
+
+
+async def _loop(backend: "TorchBackend", url: str, key: str, run: "Run", view: View) -> Json:
+    from harnessrl.trainer.loop import train
+
+    async with AsyncClient(url, key) as gateway:
+        return await train(backend, gateway, run, view)
+
+
+def check(config: Config) -> None:
+    """Refuse before anything is started what could only fail later; ValueError in one sentence."""
+    from harnessrl.engine.model import resolve
+    from harnessrl.trainer.tasks import read_tasks
+
+    if not config.data.train:
+        raise ValueError("data.train is not set: name a JSONL file of tasks")
+    read_tasks(Path(config.data.train))
+    if config.data.eval:
+        read_tasks(Path(config.data.eval))
+    resolve(config.model.path)
+    local = config.agent.local
+    if config.controller.runner == "local" and not (local and (local.command or local.agent_class)):
+        raise ValueError("agent.local.command is not set: say how the agent is started, e.g. [python, agent.py]")
+
+
+def versions() -> dict[str, str]:
+    from importlib.metadata import version
+
+    return {name: version(name) for name in ("torch", "transformers", "renderers")}
+
+
+def summary(result: Json, folder: Path) -> Table:
+    table = Table(title=f"run {result['name']}", show_header=False, title_justify="left")
+    reward = "{:.3f} → {:.3f}".format(result["eval_before"], result["eval_after"]) if result["eval_before"] else "–"
+    rows = (
+        ("held-out reward", reward),
+        ("updates, rollouts", f"{result['updates']}, {result['rollouts']}"),
+        ("time", f"{result['seconds_total']:.0f} s"),
+        ("reward curve", str(folder / "reward.png")),
+        ("checkpoint", str(result["checkpoint"])),
+        ("every rollout", f"harnessrl rollouts ls --store {folder / 'rollouts.db'}"),
+        ("next", "your own agent: docs/quickstart.md, “Your own agent”"),
+    )
+    for row in rows:
+        table.add_row(*row)
+    return table

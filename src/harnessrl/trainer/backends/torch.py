@@ -1,0 +1,202 @@
+"""Plain PyTorch on one device: the trainer and the embedded engine share one copy of the weights.
+
+An update runs while the engine is at rest; its lock is held from the first weight that changes to the publish, so
+that no token is ever sampled from a half-written policy.
+"""
+
+import json
+import math
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from harnessrl.config import Config, ModelConfig
+from harnessrl.engine.embedded import EmbeddedEngine
+from harnessrl.engine.model import load_model, load_tokenizer, resolve
+from harnessrl.engine.server import serve
+from harnessrl.schemas import Endpoint
+from harnessrl.trainer.batch import Update
+from harnessrl.trainer.loss import mean_metrics, policy_loss
+from harnessrl.trainer.pack import Packed, pack
+
+__all__ = ["TorchBackend"]
+
+LINEAGE = 1_000_000
+"""A policy version is lineage x this + number of updates, so that a resumed run reuses none."""
+
+
+class TorchBackend:
+    """Implements `Backend`; starts the embedded engine and its server."""
+
+    def __init__(self, config: Config, checkpoint: Path | None = None, lineage: int = 0):
+        """`checkpoint`: go on from it, as resumption number `lineage`."""
+        torch.manual_seed(config.seed + lineage)
+        self._config = config
+        self._device = _device(config.model.device)
+        lora = config.model.lora_rank > 0
+        path = str(checkpoint) if checkpoint and not lora else config.model.path
+        self._folder = resolve(path)
+        self._tokenizer = load_tokenizer(path)
+        model = load_model(path, getattr(torch, config.model.dtype))
+        model.to(self._device)  # type: ignore[arg-type]  (transformers' annotation of `to`)
+        self._model = _with_lora(model, config.model, checkpoint) if lora else model
+        self._parameters = [p for p in self._model.parameters() if p.requires_grad]
+        optim = config.optim
+        self._optimizer = torch.optim.AdamW(
+            self._parameters, lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay
+        )
+        self.version = lineage * LINEAGE
+        if checkpoint:
+            self._optimizer.load_state_dict(torch.load(checkpoint / "optimizer.pt", map_location=self._device))
+            self.version += json.loads((checkpoint / "harnessrl.json").read_text())["version"] % LINEAGE
+        self._engine = EmbeddedEngine(
+            self._model,
+            max_batch=config.engine.max_batch,
+            max_len=config.engine.max_len,
+            seed=config.seed + lineage,
+            version=self.version,
+        )
+        self._engine.start()
+        self._server = serve(self._engine, "127.0.0.1", 0, model="policy")
+        self._stopping = threading.Event()
+
+    def endpoints(self) -> list[Endpoint]:
+        return [
+            Endpoint(
+                model="policy",
+                endpoint=self._server.url,
+                version=self.version,
+                kind="token",
+                tokenizer=str(self._folder),
+                renderer=self._config.model.renderer,
+                max_model_len=self._config.engine.max_len,
+            )
+        ]
+
+    def update(self, update: Update) -> dict[str, float]:
+        train = self._config.train
+        self._set_lr()
+        steps = [pack(step.rows, train.micro_batch_tokens, share=train.share_prefixes) for step in update.steps]
+        proximal = self._proximal([packed for step in steps for packed in step]) if len(steps) > 1 else {}
+        metrics: list[dict[str, float]] = []
+        with ExitStack() as engine_at_rest:
+            for number, step in enumerate(steps):
+                if step:
+                    metrics.append(self._step(step, proximal if number else {}, engine_at_rest))
+            self.version += 1
+            self._engine.publish(self.version)
+        return _means(metrics) | {"optim/lr": self._optimizer.param_groups[0]["lr"]}
+
+    def stop(self) -> None:
+        """Make an update in another thread end with InterruptedError, before its next pass."""
+        self._stopping.set()
+
+    def save(self, folder: Path) -> None:
+        model = self._model
+        if self._config.model.lora_rank:
+            model.save_pretrained(folder / "adapter")
+            model = _merged(model)
+        model.save_pretrained(folder)
+        self._tokenizer.save_pretrained(folder)
+        torch.save(self._optimizer.state_dict(), folder / "optimizer.pt")
+        state = {"version": self.version, "renderer": self._config.model.renderer}
+        (folder / "harnessrl.json").write_text(json.dumps(state, indent=2) + "\n")
+
+    def close(self) -> None:
+        self.stop()
+        self._server.close()
+        self._engine.stop()
+
+    def _set_lr(self) -> None:
+        optim = self._config.optim
+        scale = min(1.0, (self.version % LINEAGE + 1) / (optim.warmup_updates + 1))
+        for group in self._optimizer.param_groups:
+            group["lr"] = optim.lr * scale
+
+    def _proximal(self, packs: list[Packed]) -> dict[int, Tensor]:
+        """Log-probabilities under the weights before the update, by pack."""
+        with torch.no_grad():
+            return {id(packed): self._forward(packed)[0] for packed in packs}
+
+    def _step(
+        self, packs: list[Packed], proximal: dict[int, Tensor], engine_at_rest: ExitStack
+    ) -> dict[str, float]:
+        """One optimizer step: gradients add up over the packs, then one clip and one step."""
+        sums: list[dict[str, float]] = []
+        loss_sum = 0.0
+        for packed in packs:
+            logprobs, entropy = self._forward(packed)
+            tokens = packed.tokens
+            loss, metrics = policy_loss(
+                logprobs,
+                proximal.get(id(packed)),
+                self._tensor(tokens.logprobs_N),
+                self._tensor(tokens.advantages_N),
+                self._tensor(tokens.weights_N),
+                self._tensor(tokens.calls_N),
+                self._config.algorithm,
+                entropy=entropy,
+            )
+            loss.backward()
+            loss_sum += loss.item()
+            sums.append(metrics)
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._config.optim.grad_clip).item()
+        if math.isfinite(norm):
+            engine_at_rest.enter_context(self._engine.updating())
+            self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        means = {f"policy/{name}": value for name, value in mean_metrics(sums).items()}
+        return means | {
+            "policy/loss": loss_sum, "optim/grad_norm": norm, "optim/skipped": float(not math.isfinite(norm))
+        }  # fmt: skip
+
+    def _forward(self, packed: Packed) -> tuple[Tensor, Tensor]:
+        """Log-probability of each trained token and entropy at it, of the distribution that was sampled from."""
+        if self._stopping.is_set():
+            raise InterruptedError
+        predictors, logits_of = torch.unique(self._tensor(packed.predictors_N), return_inverse=True)
+        logits_KV = self._model(
+            input_ids=self._tensor(packed.ids_P).long()[None],
+            attention_mask=None if len(packed.rows) == 1 else self._tensor(packed.mask_PP())[None, None],
+            position_ids=self._tensor(packed.positions_P).long()[None],
+            logits_to_keep=predictors,
+            use_cache=False,
+        ).logits[0]
+        logits_NV = logits_KV.float()[logits_of] / self._tensor(packed.tokens.temperatures_N)[:, None]
+        logprobs_NV = torch.log_softmax(logits_NV, dim=-1)
+        targets_N = self._tensor(packed.tokens.ids_N).long()
+        of = logprobs_NV if self._config.algorithm.entropy_coef else logprobs_NV.detach()
+        entropy_N = -(of.exp() * of).sum(-1)
+        return logprobs_NV.gather(-1, targets_N[:, None])[:, 0], entropy_N
+
+    def _tensor(self, array) -> Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+
+def _device(name: str) -> torch.device:
+    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+
+
+def _with_lora(model: PreTrainedModel, config: ModelConfig, checkpoint: Path | None) -> PreTrainedModel:
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    if checkpoint:
+        return PeftModel.from_pretrained(model, checkpoint / "adapter", is_trainable=True)  # type: ignore[return-value]
+    lora = LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules="all-linear")
+    return get_peft_model(model, lora)  # type: ignore[return-value]
+
+
+def _merged(model: PreTrainedModel) -> PreTrainedModel:
+    import copy
+
+    return copy.deepcopy(model).merge_and_unload()  # type: ignore[attr-defined]
+
+
+def _means(parts: list[dict[str, float]]) -> dict[str, float]:
+    """Means over an update's optimizer steps."""
+    names = {name for part in parts for name in part}
+    return {name: sum(part[name] for part in parts if name in part) / len(parts) for name in sorted(names)}

@@ -1,0 +1,137 @@
+"""A run's folder `runs/NAME`: configuration, metrics (JSONL and TensorBoard), checkpoints, result, reward curve."""
+
+import json
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
+
+from harnessrl.config import Config, load_config, to_yaml
+from harnessrl.schemas import Json
+
+__all__ = ["Run"]
+
+
+class Run:
+    """Use `Run.create` or `Run.resume`."""
+
+    def __init__(self, folder: Path, config: Config, run_id: str, lineage: int):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.folder, self.config = folder, config
+        self.id = run_id
+        """Names this run's rollouts at the gateway, which other runs may share."""
+        self.lineage = lineage
+        """How often the run was resumed; part of every policy version, so that a rollback reuses none."""
+        (folder / "run.json").write_text(json.dumps({"id": run_id, "lineage": lineage}) + "\n")
+        metrics = folder / "metrics.jsonl"
+        self.history: list[Json] = _read_jsonl(metrics) if metrics.exists() else []
+        self._metrics = metrics.open("a", buffering=1)
+        self._tensorboard = SummaryWriter(folder / "tensorboard")
+
+    @classmethod
+    def create(cls, config: Config) -> Self:
+        folder = _fresh(Path(config.runs_dir), config.name)
+        (folder / "config.yaml").write_text(to_yaml(config))
+        return cls(folder, config, f"{config.name}-{secrets.token_hex(4)}", 0)
+
+    @classmethod
+    def resume(cls, folder: Path) -> Self:
+        """Go on with an earlier run; ValueError if there is none, or no checkpoint of it."""
+        try:
+            known = json.loads((folder / "run.json").read_text())
+        except FileNotFoundError:
+            raise ValueError(f"{folder} is no run that could be resumed: it holds no run.json") from None
+        run = cls(folder, load_config(folder / "config.yaml"), known["id"], known["lineage"] + 1)
+        if run.checkpoint is None:
+            raise ValueError(f"{folder} holds no whole checkpoint to resume from; set train.checkpoint_every")
+        return run
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The newest whole one."""
+        return max((self.folder / "checkpoints").glob("update-*"), default=None)
+
+    def log(self, update: int, metrics: dict[str, float]) -> None:
+        row = {"update": update, "time": round(time.time(), 3), "lineage": self.lineage, **metrics}
+        self.history.append(row)
+        self._metrics.write(json.dumps(row) + "\n")
+        for name, value in metrics.items():
+            self._tensorboard.add_scalar(name, value, update)
+
+    def save_checkpoint(self, update: int, save: Callable[[Path], None], best: bool) -> Path:
+        """Write a checkpoint whole or not at all; raises OSError (a full disk, say) with nothing half there.
+
+        `best`: keep it, as `checkpoints/best`, until a better one comes.
+        """
+        final = self.folder / "checkpoints" / f"update-{update:06d}"
+        partial = final.with_name(f".{final.name}")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        try:
+            save(partial)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        shutil.rmtree(final, ignore_errors=True)
+        os.replace(partial, final)
+        if best:
+            link = final.with_name(".best")
+            link.unlink(missing_ok=True)
+            link.symlink_to(final.name)
+            os.replace(link, final.with_name("best"))
+        kept = final.with_name("best").resolve()
+        for old in sorted(final.parent.glob("update-*"))[: -self.config.train.keep_last]:
+            if old.resolve() != kept:
+                shutil.rmtree(old)
+        return final
+
+    def finish(self, result: Json) -> None:
+        self._metrics.close()
+        self._tensorboard.close()
+        (self.folder / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+        self._draw()
+
+    def _draw(self) -> None:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+
+        figure, axes = pyplot.subplots(figsize=(7, 4))
+        for name, style in (("reward/train", "-"), ("reward/eval", "o--")):
+            points = [(row["update"], row[name]) for row in self.history if name in row]
+            if points:
+                axes.plot(*zip(*points, strict=True), style, label=name.removeprefix("reward/"))
+        axes.set(xlabel="update", ylabel="mean reward", title=self.folder.name)
+        axes.grid(alpha=0.3)
+        axes.legend()
+        figure.tight_layout()
+        figure.savefig(self.folder / "reward.png", dpi=120)
+        pyplot.close(figure)
+
+
+def _fresh(runs: Path, name: str) -> Path:
+    """`runs/name`, or the first free `runs/name-N`."""
+    for number in range(1, 10_000):
+        folder = runs / (name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            continue
+    raise ValueError(f"{runs} holds too many runs named {name}; remove some or give another name=…")
+
+
+def _read_jsonl(path: Path) -> list[Json]:
+    """The last line may be cut short by a crash."""
+    rows = []
+    for line in path.read_text().splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return rows

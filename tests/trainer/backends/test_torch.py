@@ -1,0 +1,138 @@
+"""The torch backend on the tiny model: what an update does to the weights, and what it leaves on disk."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from harnessrl.config import Config
+from harnessrl.trainer.backends.torch import TorchBackend
+from harnessrl.trainer.batch import Step, Update
+from harnessrl.trainer.rows import Row
+
+TINY = str(Path(__file__).parents[2] / "assets" / "tiny")
+
+
+def config(**sections: dict) -> Config:
+    return Config.model_validate(
+        {"model": {"path": TINY}, "optim": {"lr": 1e-3}, "engine": {"max_len": 256, "max_batch": 4}, **sections}
+    )
+
+
+@pytest.fixture
+def backend(request: pytest.FixtureRequest) -> Iterator[TorchBackend]:
+    backend = TorchBackend(config(**getattr(request, "param", {})))
+    yield backend
+    backend.close()
+
+
+def sample(backend: TorchBackend, prompt: list[int], tokens: int = 8) -> tuple[list[int], list[float]]:
+    body = {
+        "token_ids": prompt,
+        "sampling_params": {"max_tokens": tokens, "temperature": 1.0, "logprobs": 1},
+    }
+    url = backend.endpoints()[0].endpoint
+    choice = (
+        httpx.post(f"{url}/inference/v1/generate", json=body, timeout=30).raise_for_status().json()["choices"][0]
+    )
+    return choice["token_ids"], [entry["logprob"] for entry in choice["logprobs"]["content"]]
+
+
+def rows(backend: TorchBackend, count: int = 6) -> list[Row]:
+    """On-policy rows that share prompts, with made-up advantages."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, 300, size=n).tolist() for n in (20, 30)]
+    made = []
+    for i in range(count):
+        prompt = prompts[i % 2]
+        ids, logprobs = sample(backend, prompt)
+        n, p = len(prompt) + len(ids), len(prompt)
+        row = Row(
+            rollout_id=f"r{i}",
+            group_id=f"g{i % 2}",
+            ids_T=np.array(prompt + ids, dtype=np.int32),
+            mask_T=np.arange(n) >= p,
+            logprobs_T=np.full(n, np.nan, dtype=np.float32),
+            versions_T=np.zeros(n, dtype=np.int32),
+            temperatures_T=np.ones(n, dtype=np.float32),
+            calls_T=np.where(np.arange(n) >= p, 0, -1).astype(np.int32),
+            advantages_T=np.full(n, (-1.0) ** (i // 2), dtype=np.float32),
+            rewards_T=np.zeros(n, dtype=np.float32),
+            weights_T=np.full(n, 1 / (count * len(ids)), dtype=np.float32),
+        )
+        row.logprobs_T[p:] = logprobs
+        made.append(row)
+    return made
+
+
+def update_of(*steps: list[Row]) -> Update:
+    return Update([Step([], step, len(step)) for step in steps], {}, {})
+
+
+def weights(backend: TorchBackend, folder: Path) -> dict[str, torch.Tensor]:
+    backend.save(folder)
+    return AutoModelForCausalLM.from_pretrained(folder).state_dict()
+
+
+def test_straight_after_sampling_recomputed_and_captured_logprobs_agree(backend: TorchBackend) -> None:
+    metrics = backend.update(update_of(rows(backend)))
+    assert metrics["policy/gap"] < 1e-3
+    assert metrics["policy/ratio"] == pytest.approx(1)
+    assert metrics["policy/entropy"] > 0
+
+
+def test_an_update_publishes_new_weights_under_the_next_version(backend: TorchBackend) -> None:
+    first = rows(backend)
+    backend.update(update_of(first))
+    assert backend.version == backend.endpoints()[0].version == 1
+    assert backend.update(update_of(rows(backend)))["policy/gap"] < 1e-3
+    # The first rows are of the old policy now, and the gap shows it.
+    assert backend.update(update_of(first))["policy/gap"] > 1e-2
+
+
+@pytest.mark.parametrize("tokens", [40, 4096])
+def test_neither_packing_nor_micro_batches_change_the_update(tokens: int, tmp_path: Path) -> None:
+    plain = TorchBackend(config(train={"share_prefixes": False, "micro_batch_tokens": 1}))
+    shared = TorchBackend(config(train={"share_prefixes": True, "micro_batch_tokens": tokens}))
+    try:
+        made = rows(plain)
+        a, b = plain.update(update_of(made)), shared.update(update_of(made))
+        assert a["policy/loss"] == pytest.approx(b["policy/loss"], abs=1e-5)
+        assert a["optim/grad_norm"] == pytest.approx(b["optim/grad_norm"], rel=1e-4)
+    finally:
+        plain.close()
+        shared.close()
+
+
+def test_the_second_step_of_an_update_clips_against_the_policy_before_the_first(backend: TorchBackend) -> None:
+    made = rows(backend)
+    metrics = backend.update(update_of(made[:3], made[3:]))
+    assert metrics["policy/ratio"] != pytest.approx(1, abs=1e-6)
+    assert metrics["policy/gap"] < 1e-3
+
+
+def test_a_gradient_that_is_not_finite_changes_no_weight(backend: TorchBackend, tmp_path: Path) -> None:
+    before = weights(backend, tmp_path / "before")
+    made = rows(backend)
+    made[0].advantages_T[:] = np.nan
+    assert backend.update(update_of(made))["optim/skipped"] == 1
+    after = weights(backend, tmp_path / "after")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("backend", [{}, {"model": {"path": TINY, "lora_rank": 4}}], indirect=True)
+def test_a_checkpoint_loads_in_transformers_and_samples_alike(backend: TorchBackend, tmp_path: Path) -> None:
+    backend.update(update_of(rows(backend)))
+    backend.save(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    prompt = AutoTokenizer.from_pretrained(tmp_path).encode("CALC(12+")
+    ids, logprobs = sample(backend, prompt)
+    logits = model(torch.tensor([prompt + ids])).logits[0].log_softmax(-1)
+    expected = [logits[len(prompt) + i - 1, token].item() for i, token in enumerate(ids)]
+    assert logprobs == pytest.approx(expected, abs=1e-3)
+    assert json.loads((tmp_path / "harnessrl.json").read_text()) == {"version": 1, "renderer": {"name": "chatml"}}
