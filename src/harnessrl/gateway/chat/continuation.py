@@ -98,7 +98,10 @@ class Memory:
         for after in range(len(units) - 1, -1, -1):
             parent = self._by_end.get(chain[after])
             if parent is not None:
-                return self._continued(chat, request, parent, units[after - 1].end if after else 0)
+                start = units[after - 1].end if after else 0
+                said = next((i for i in range(after, len(units)) if units[i].assistant), None)
+                foreign = "" if said is None else "edited" if chain[said] in self._known else "inserted"
+                return self._continued(chat, request, parent, start, foreign)
         return self._rendered(chat.render(_named(request.messages), request.tools), self._reason(key, units, chain))
 
     def continues(self, request: ChatRequest) -> bool:
@@ -137,11 +140,12 @@ class Memory:
         self._known.update(chain)
         self._last[call.key] = [unit.digest for unit in (*units, *answered)]
 
-    def _continued(self, chat: Chat, request: ChatRequest, parent: _Call, start: int) -> Prompt:
+    def _continued(self, chat: Chat, request: ChatRequest, parent: _Call, start: int, foreign: str) -> Prompt:
+        """start: index of the first new message. foreign: why the new ones hold an answer that is not the parent's."""
         new = [m for m in _named(request.messages)[start:] if _has_content(m)]
         prompt, sampled = parent.context[: parent.prompt_len], parent.context[parent.prompt_len :]
-        if any(m["role"] == "assistant" for m in new):
-            ids, reason = None, "inserted"
+        if foreign:
+            ids, reason = None, foreign
         else:
             ids = chat.bridge(prompt, sampled, new, request.tools)
             reason = "reasoning_dropped" if chat.drops_reasoning else "trailing_tokens"

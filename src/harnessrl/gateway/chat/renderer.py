@@ -77,6 +77,10 @@ def _template_tokenizer(name: str) -> Any:
     return AutoTokenizer.from_pretrained(name)
 
 
+_USABLE = frozenset({ToolCallParseStatus.OK, ToolCallParseStatus.INVALID_JSON})
+"""With a name and arguments: an XML value that is not of its declared type is passed on as text."""
+
+
 class Chat:
     """One model's way from messages to token ids and back. Safe to use from several threads."""
 
@@ -129,16 +133,28 @@ class Chat:
     def parse(self, sampled: Sequence[int], prompt: np.ndarray, tools: list[Json], call_id: str) -> Whole:
         """What was said. Blocks that hold no call stay in the content, as the model wrote them."""
         parsed = self.renderer.parse_response(list(sampled), tools=tools or None, prompt_ids=self._tail(prompt))  # type: ignore[arg-type]
+        reasoning = (parsed.reasoning_content or "").strip()
+        if parsed.tool_calls and not tools:  # nothing was offered: what looks like a call is text
+            return Whole(self._text_after(reasoning, sampled), reasoning)
         calls: list[ToolCall] = []
         content = parsed.content
         for attempt in parsed.tool_calls:
             arguments = _arguments(attempt)
-            if tools and attempt.status == ToolCallParseStatus.OK and attempt.name and arguments is not None:
+            if attempt.status in _USABLE and attempt.name and arguments is not None:
                 calls.append(ToolCall(f"call_{call_id[:24]}{len(calls)}", attempt.name, arguments))
             else:
                 raw = self._raw(attempt, sampled)
                 content = f"{content}\n{raw}" if content else raw
-        return Whole(content, (parsed.reasoning_content or "").strip(), calls)
+        return Whole(content, reasoning, calls)
+
+    def _text_after(self, reasoning: str, sampled: Sequence[int]) -> str:
+        end = next((i for i, token in enumerate(sampled) if token in self.stop_ids), len(sampled))
+        text = self.tokenizer.decode(sampled[:end])
+        if self._markers and self._markers.reasoning and reasoning:
+            _, closed, after = text.partition(self._markers.reasoning[1])
+            starts = [at for opener, _ in self._markers.tools if (at := text.find(opener)) >= 0]
+            text = after if closed else text[min(starts, default=0) :]
+        return text.strip()
 
     def stream(self, sampled: list[int], prompt: np.ndarray, tools: list[Json], call_id: str) -> StreamParser:
         """A parser of the text of `sampled`, a list that grows while it is used."""

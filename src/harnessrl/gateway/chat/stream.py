@@ -88,6 +88,7 @@ class StreamParser:
 
     def __init__(self, markers: Markers | None, parse: Callable[[], Whole], in_reasoning: bool, tools: bool):
         self._reasoning = markers.reasoning if markers else None
+        self._openers = [opener for opener, _ in markers.tools] if markers else []
         self._blocks = markers.tools if markers and tools else ()
         self._parse = parse
         self._state = "held" if markers is None else "reasoning" if in_reasoning else "start"
@@ -134,16 +135,17 @@ class StreamParser:
 
     def _in_reasoning(self, delta: Delta) -> bool:
         assert self._reasoning is not None
+        self._text = self._text.replace(self._reasoning[0], "")  # within reasoning an opener says nothing
         before, closed, after = self._text.partition(self._reasoning[1])
         if closed:
             self._offer(delta, "reasoning", before)
             if self._state == "reasoning":
                 self._text, self._state = after, "content"
             return True
-        if any(opener in self._text for opener, _ in self._blocks):
+        if any(opener in self._text for opener in self._openers):
             self._state = "held"  # a call inside the reasoning may end it: the whole parse decides
             return True
-        self._text = self._offer(delta, "reasoning", self._text, self._reasoning[1])
+        self._text = self._offer(delta, "reasoning", self._text)
         return False
 
     def _in_content(self, delta: Delta) -> bool:
@@ -166,10 +168,10 @@ class StreamParser:
         self._calls = max(self._calls, len(calls))
         return True
 
-    def _offer(self, delta: Delta, channel: str, text: str, closing: str = "") -> str:
+    def _offer(self, delta: Delta, channel: str, text: str) -> str:
         """Send what is surely the channel's; returns the rest: half a marker, white space that may be stripped."""
-        markers = [closing, *(opener for opener, _ in self._blocks)]
-        rest = max(_overlap(text, marker) for marker in markers)
+        markers = [*self._openers, *(self._reasoning or ())] if channel == "reasoning" or self._blocks else []
+        rest = max((_overlap(text, marker) for marker in markers), default=0)
         body = text[: len(text) - rest].rstrip()
         held = text[len(body) :]
         if not body:

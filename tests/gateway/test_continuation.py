@@ -1,0 +1,280 @@
+"""Which requests go on from which calls: replays as real harnesses rewrite them, and what is a fork instead."""
+
+import copy
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from families import TOKENIZER, chat
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harnessrl.gateway.chat.canonical import Answer, ChatRequest, Usage
+from harnessrl.gateway.chat.continuation import Memory, Prompt
+from harnessrl.gateway.chat.renderer import Chat
+from harnessrl.gateway.dialects.openai_chat import OpenAIChat
+
+TOOLS: Any = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+CALL = '<tool_call>\n{ "name": "f", "arguments": {"b": 50.0, "a": "h\\u00e9"}}\n</tool_call>'
+GLM_CALL = "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>hé</arg_value>\n</tool_call>"
+QWEN35_CALL = "<tool_call>\n<function=f>\n<parameter=a>\nhé\n</parameter>\n</function>\n</tool_call>"
+
+
+class Attempt:
+    """Conversations with a model that says what it is told to."""
+
+    def __init__(self, model: Chat, end: str | None = "<|im_end|>"):
+        self.chat = model
+        self.memory = Memory()
+        self.end = [] if end is None else [TOKENIZER.convert_tokens_to_ids(end)]
+        self.count = 0
+
+    def ask(self, messages: list[Any], said: str, tools: Any = TOOLS, cut: bool = False, **body: Any) -> Prompt:
+        """The request's prompt; the answer is added to `messages` as the official client would."""
+        request = parse(messages, tools, **body)
+        prompt = self.memory.prompt(self.chat, request)
+        ids = TOKENIZER.encode(said) + ([] if cut else self.end)
+        self.count += 1
+        call_id = f"c{self.count}"
+        whole = self.chat.parse(ids, prompt.ids, request.tools, call_id)
+        answer = Answer(whole.content, whole.reasoning, whole.tool_calls, "stop", Usage(0, 0))
+        parent = prompt.parent if prompt.continuity == "exact" else None
+        sampled = np.asarray(ids, dtype=np.int32)
+        self.memory.add(call_id, request, prompt.ids, parent, sampled, answer)
+        messages.append(answer.message())
+        self.context = np.concatenate([prompt.ids, sampled])
+        return prompt
+
+
+def parse(messages: list[Any], tools: Any = TOOLS, **body: Any) -> ChatRequest:
+    return OpenAIChat().parse({"messages": messages, "tools": tools, **body})
+
+
+def started(model: Chat | None = None) -> tuple[Attempt, list[Any]]:
+    """Two turns: a tool call with its result, then another."""
+    attempt = Attempt(model or chat("chatml"))
+    messages: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Go"}]
+    attempt.ask(messages, "I look.\n" + CALL)
+    messages.append({"role": "tool", "tool_call_id": messages[-1]["tool_calls"][0]["id"], "content": "42"})
+    attempt.ask(messages, CALL + CALL)
+    first, second = messages[-1]["tool_calls"]
+    messages.append({"role": "tool", "tool_call_id": first["id"], "content": "one"})
+    messages.append({"role": "tool", "tool_call_id": second["id"], "content": "two"})
+    return attempt, messages
+
+
+def nulls(messages: list[Any]) -> None:
+    for m in messages:
+        m |= {"refusal": None, "audio": None, "function_call": None}
+
+
+def parts(messages: list[Any]) -> None:
+    for m in messages:
+        m["content"] = [{"type": "text", "text": m["content"], "cache_control": {"type": "ephemeral"}}]
+
+
+def redumped(messages: list[Any]) -> None:
+    for m in messages:
+        for call in m.get("tool_calls", ()):
+            arguments = json.loads(call["function"]["arguments"])
+            arguments = {k: int(v) if isinstance(v, float) else v for k, v in reversed(arguments.items())}
+            call["function"]["arguments"] = json.dumps(arguments, ensure_ascii=True, indent=1)
+
+
+def renamed_ids(messages: list[Any]) -> None:
+    for m in messages:
+        for call in m.get("tool_calls", ()):
+            call["id"] = "x-" + call["id"]
+        if "tool_call_id" in m:
+            m["tool_call_id"] = "x-" + m["tool_call_id"]
+
+
+def swapped_results(messages: list[Any]) -> None:
+    messages[-1], messages[-2] = messages[-2], messages[-1]
+
+
+def stripped(messages: list[Any]) -> None:
+    for m in messages:
+        m["content"] = m["content"].strip() or None
+
+
+def emptied(messages: list[Any]) -> None:
+    messages.insert(3, {"role": "assistant", "content": ""})
+    messages.append({"role": "user", "content": " \n"})
+
+
+@pytest.mark.parametrize(
+    "replay", [nulls, parts, redumped, renamed_ids, swapped_results, stripped, emptied], ids=lambda f: f.__name__
+)
+def test_a_replay_of_the_same_meaning_continues_exactly(replay: Any) -> None:
+    attempt, messages = started()
+    context = attempt.context
+    replay(messages)
+    prompt = attempt.ask(messages, "Done")
+    assert (prompt.continuity, prompt.parent) == ("exact", "c2")
+    assert np.array_equal(prompt.ids[: len(context)], context)
+
+
+def edit_answer(messages: list[Any]) -> None:
+    messages[2]["content"] = "I rewrote that."
+
+
+def add_argument(messages: list[Any]) -> None:
+    messages[2]["tool_calls"][0]["function"]["arguments"] = '{"a": "hé", "b": 50, "c": 1}'
+
+
+def insert_user(messages: list[Any]) -> None:
+    messages.insert(2, {"role": "user", "content": "By the way"})
+
+
+def other_answer(messages: list[Any]) -> None:
+    messages[-3] = {"role": "assistant", "content": "Not what was said"}
+    del messages[-2:]
+
+
+def compact(messages: list[Any]) -> None:
+    del messages[2:]
+    messages.append({"role": "user", "content": "Summary of what was done"})
+
+
+@pytest.mark.parametrize(
+    ("change", "continuity"),
+    [
+        (edit_answer, "rendered(edited)"),
+        (add_argument, "rendered(edited)"),
+        (insert_user, "rendered(inserted)"),
+        (other_answer, "rendered(edited)"),
+        (compact, "rendered(compaction)"),
+    ],
+    ids=lambda f: getattr(f, "__name__", ""),
+)
+def test_another_meaning_is_a_fork_with_its_reason(change: Any, continuity: str) -> None:
+    attempt, messages = started()
+    change(messages)
+    fresh = attempt.chat.render(parse(messages).messages, TOOLS)
+    prompt = attempt.ask(messages, "Done")
+    assert prompt.continuity == continuity
+    assert prompt.ids.tolist() == fresh.tolist()
+
+
+def test_system_tools_and_template_are_part_of_the_key() -> None:
+    attempt, messages = started()
+    other = copy.deepcopy(messages)
+    other[0]["content"] = "Be long."
+    assert attempt.ask(other, "x").continuity == "rendered(system_changed)"
+    more = [*TOOLS, {"type": "function", "function": {"name": "g"}}]
+    assert attempt.ask(copy.deepcopy(messages), "x", tools=more).continuity == "rendered(tools_changed)"
+    options = {"chat_template_kwargs": {"system": "x"}}
+    assert attempt.ask(copy.deepcopy(messages), "x", **options).continuity == "rendered(template_changed)"
+    assert attempt.ask(messages, "x").continuity == "exact"
+
+
+def test_few_shot_examples_and_side_calls_are_first_calls() -> None:
+    attempt = Attempt(chat("chatml"))
+    shots: list[Any] = [
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "2+2?"},
+    ]
+    assert attempt.ask(shots, "4", tools=None).continuity == "first"
+    title: list[Any] = [{"role": "system", "content": "Title"}, {"role": "user", "content": "2+2?"}]
+    assert attempt.ask(title, "Sums", tools=None).continuity == "first"
+    shots.append({"role": "user", "content": "3+3?"})
+    assert attempt.ask(shots, "6", tools=None).parent == "c1"
+
+
+def test_interleaved_conversations_each_find_their_own_parent() -> None:
+    attempt = Attempt(chat("chatml"))
+    talks: list[list[Any]] = [[{"role": "user", "content": f"Task {i}"}] for i in range(3)]
+    parents: dict[int, str] = {}
+    for turn in range(4):
+        for i, talk in enumerate(talks):
+            prompt = attempt.ask(talk, f"Answer {turn}", tools=None)
+            assert prompt.continuity == ("exact" if turn else "first")
+            if turn:
+                assert prompt.parent == parents[i]
+            parents[i] = f"c{attempt.count}"
+            talk.append({"role": "user", "content": "on"})
+
+
+def test_an_answer_cut_by_length_continues_with_its_close_as_context() -> None:
+    attempt = Attempt(chat("chatml"))
+    messages: list[Any] = [{"role": "user", "content": "Go"}]
+    attempt.ask(messages, "an answer that is", cut=True)
+    context = attempt.context
+    messages.append({"role": "user", "content": "on"})
+    prompt = attempt.ask(messages, "end")
+    assert prompt.continuity == "exact"
+    assert TOKENIZER.decode(prompt.ids[len(context) :]).startswith("<|im_end|>\n<|im_start|>user\non")
+
+
+def test_qwen3_drops_reasoning_at_a_new_question_unless_all_is_kept() -> None:
+    for options, expected in (({}, "rendered(reasoning_dropped)"), ({"thinking_retention": "all"}, "exact")):
+        attempt = Attempt(chat("qwen3", **options))
+        messages: list[Any] = [{"role": "user", "content": "Go"}]
+        attempt.ask(messages, "<think>\nHm.\n</think>\n\n" + CALL)
+        messages.append({"role": "tool", "tool_call_id": messages[-1]["tool_calls"][0]["id"], "content": "42"})
+        assert attempt.ask(messages, "<think>\nWell.\n</think>\n\nIt is 42.").continuity == "exact"
+        del messages[-1]["reasoning_content"]
+        messages.append({"role": "user", "content": "Sure?"})
+        assert attempt.ask(messages, "Yes").continuity == expected
+
+
+FAMILY_CALLS = [
+    ("chatml", CALL, "<|im_end|>"),
+    ("qwen3", "<think>\nHm.\n</think>\n\n" + CALL, "<|im_end|>"),
+    ("qwen3.5", "Hm.\n</think>\n\n" + QWEN35_CALL, "<|im_end|>"),
+    ("glm-4.5", "\n<think>Hm.</think>\n" + GLM_CALL, "<|observation|>"),
+    ("llama-3", '{"name": "f", "parameters": {"a": 1}}', "<|eot_id|>"),
+]
+
+
+@pytest.mark.parametrize(("name", "call", "end"), FAMILY_CALLS, ids=lambda v: v if len(str(v)) < 9 else "")
+def test_a_tool_cycle_is_exact_in_each_family_with_and_without_the_end_of_turn(
+    name: str, call: str, end: str
+) -> None:
+    for ends in (end, None):
+        attempt = Attempt(chat(name), ends)
+        messages: list[Any] = [{"role": "user", "content": "Go"}]
+        for turn in range(4):
+            prompt = attempt.ask(messages, call)
+            assert prompt.continuity == ("exact" if turn else "first"), (name, ends)
+            if turn:
+                assert np.array_equal(prompt.ids[: len(context)], context)
+            context = attempt.context
+            messages.append(
+                {"role": "tool", "tool_call_id": messages[-1]["tool_calls"][0]["id"], "content": f"r{turn}"}
+            )
+
+
+WORDS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=12)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.tuples(WORDS, WORDS, st.booleans()), min_size=2, max_size=6))
+def test_continued_prompts_are_what_the_engine_has_seen(turns: list[tuple[str, str, bool]]) -> None:
+    """For any conversation: each prompt begins with all that was sampled, and ends as a fresh rendering would."""
+    attempt, messages = Attempt(chat("chatml")), []
+    context = np.zeros(0, dtype=np.int32)
+    for asked, said, cut in turns:
+        messages.append({"role": "user", "content": asked})
+        prompt = attempt.ask(messages, said, tools=None, cut=cut)
+        if not asked.strip():
+            return
+        assert np.array_equal(prompt.ids[: len(context)], context)
+        tail = attempt.chat.render([{"role": "user", "content": asked}], [])
+        assert prompt.ids[-len(tail) :].tolist() == tail.tolist()
+        context = attempt.context
+
+
+def test_memory_holds_a_conversation_once() -> None:
+    attempt = Attempt(chat("chatml"))
+    messages: list[Any] = [{"role": "user", "content": "Go"}]
+    for _ in range(20):
+        attempt.ask(messages, "word " * 50, tools=None)
+        messages.append({"role": "user", "content": "on"})
+    arrays = {
+        id(c.context if c.context.base is None else c.context.base): c for c in attempt.memory._calls.values()
+    }
+    assert len(arrays) == 1
