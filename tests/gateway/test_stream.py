@@ -19,7 +19,7 @@ PIECES = st.sampled_from(
         '<tool_call>{"name": "f", "arguments": {</tool_call>',
         "<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>",
         "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
-        '<minimax:tool_call>\n<invoke name="f">\n<parameter name="x">1</parameter>\n</invoke>\n</minimax:tool_call>',
+        '<minimax:tool_call><invoke name="f"><parameter name="x">1</parameter></invoke></minimax:tool_call>',
         '{"name": "f", "parameters": {"x": 1}}',
     ]
 )
@@ -106,15 +106,11 @@ def test_text_goes_out_before_the_end_and_calls_when_their_block_closes() -> Non
 
 
 def test_a_malformed_block_is_delivered_as_its_raw_text() -> None:
+    blocks = {"minimax-m2": "<minimax:tool_call>oops</minimax:tool_call>", "llama-3": "{oops}"}
     for name in FAMILIES:
         bad = (
-            "<tool_call>{oops</tool_call>"
-            if name != "minimax-m2"
-            else "<minimax:tool_call>oops</minimax:tool_call>"
+            f"<{tag.get(name, 'tool_call')}>oops</{tag.get(name, 'tool_call')}>" if name != "llama-3" else "{oops}"
         )
-        if name == "llama-3":
-            bad = '{"name": oops}'
-        _, whole = streamed(
-            name, "</think>" * (name not in ("chatml", "llama-3", "qwen3")) + "See " + bad, [], TOOLS, []
-        )
+        thought = "" if name in ("chatml", "llama-3", "qwen3") else "</think>"
+        _, whole = streamed(name, f"{thought}See {bad}", [], TOOLS, [])
         assert whole.tool_calls == [] and "oops" in whole.content and "See" in whole.content, name

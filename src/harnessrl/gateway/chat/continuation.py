@@ -141,7 +141,7 @@ class Memory:
         self._last[call.key] = [unit.digest for unit in (*units, *answered)]
 
     def _continued(self, chat: Chat, request: ChatRequest, parent: _Call, start: int, foreign: str) -> Prompt:
-        """start: index of the first new message. foreign: why the new ones hold an answer that is not the parent's."""
+        """start: index of the first new message. foreign: why they hold an answer that was not sampled here."""
         new = [m for m in _named(request.messages)[start:] if _has_content(m)]
         prompt, sampled = parent.context[: parent.prompt_len], parent.context[parent.prompt_len :]
         if foreign:

@@ -135,7 +135,7 @@ class Chat:
         parsed = self.renderer.parse_response(list(sampled), tools=tools or None, prompt_ids=self._tail(prompt))  # type: ignore[arg-type]
         reasoning = (parsed.reasoning_content or "").strip()
         if parsed.tool_calls and not tools:  # nothing was offered: what looks like a call is text
-            return Whole(self._text_after(reasoning, sampled), reasoning)
+            return Whole(self._text_after(reasoning, sampled, prompt), reasoning)
         calls: list[ToolCall] = []
         content = parsed.content
         for attempt in parsed.tool_calls:
@@ -147,22 +147,25 @@ class Chat:
                 content = f"{content}\n{raw}" if content else raw
         return Whole(content, reasoning, calls)
 
-    def _text_after(self, reasoning: str, sampled: Sequence[int]) -> str:
+    def _text_after(self, reasoning: str, sampled: Sequence[int], prompt: np.ndarray) -> str:
+        """All text that follows the reasoning."""
         end = next((i for i, token in enumerate(sampled) if token in self.stop_ids), len(sampled))
         text = self.tokenizer.decode(sampled[:end])
-        if self._markers and self._markers.reasoning and reasoning:
-            _, closed, after = text.partition(self._markers.reasoning[1])
-            starts = [at for opener, _ in self._markers.tools if (at := text.find(opener)) >= 0]
-            text = after if closed else text[min(starts, default=0) :]
+        if self._markers and self._markers.reasoning:
+            opening, closing = self._markers.reasoning
+            if reasoning or self._in_reasoning(prompt) or text.lstrip().startswith(opening):
+                _, closed, after = text.partition(closing)
+                starts = [at for opener, _ in self._markers.tools if (at := text.find(opener)) >= 0]
+                text = after if closed else text[min(starts, default=0) :]
         return text.strip()
+
+    def _in_reasoning(self, prompt: np.ndarray) -> bool:
+        """Whether the prompt has begun the reasoning that the answer goes on with."""
+        return prompt_ends_in_reasoning(self.tokenizer, self._tail(prompt), initial_only=False)
 
     def stream(self, sampled: list[int], prompt: np.ndarray, tools: list[Json], call_id: str) -> StreamParser:
         """A parser of the text of `sampled`, a list that grows while it is used."""
-        in_reasoning = bool(
-            self._markers
-            and self._markers.reasoning
-            and prompt_ends_in_reasoning(self.tokenizer, self._tail(prompt), stop_ids=frozenset(self.stop_ids))
-        )
+        in_reasoning = bool(self._markers and self._markers.reasoning) and self._in_reasoning(prompt)
         return StreamParser(
             self._markers, lambda: self.parse(sampled, prompt, tools, call_id), in_reasoning, bool(tools)
         )
