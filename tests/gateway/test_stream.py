@@ -108,9 +108,7 @@ def test_text_goes_out_before_the_end_and_calls_when_their_block_closes() -> Non
 def test_a_malformed_block_is_delivered_as_its_raw_text() -> None:
     blocks = {"minimax-m2": "<minimax:tool_call>oops</minimax:tool_call>", "llama-3": "{oops}"}
     for name in FAMILIES:
-        bad = (
-            f"<{tag.get(name, 'tool_call')}>oops</{tag.get(name, 'tool_call')}>" if name != "llama-3" else "{oops}"
-        )
+        bad = blocks.get(name, "<tool_call>oops</tool_call>")
         thought = "" if name in ("chatml", "llama-3", "qwen3") else "</think>"
         _, whole = streamed(name, f"{thought}See {bad}", [], TOOLS, [])
         assert whole.tool_calls == [] and "oops" in whole.content and "See" in whole.content, name

@@ -9,7 +9,7 @@ from typing import Any
 
 from harnessrl.schemas import Json
 
-__all__ = ["Answer", "ChatRequest", "Delta", "RequestError", "Sampling", "ToolCall", "Usage"]
+__all__ = ["Answer", "ChatRequest", "ContextOverflow", "Delta", "RequestError", "Sampling", "ToolCall", "Usage"]
 
 
 class RequestError(Exception):
@@ -31,6 +31,20 @@ class RequestError(Exception):
         self.code = code
         self.param = param
         self.retry_after = retry_after
+
+
+class ContextOverflow(RequestError):
+    """The prompt leaves no room for an answer; each dialect has words for it that make harnesses compact."""
+
+    def __init__(self, prompt_tokens: int, limit: int):
+        super().__init__(
+            f"This model's maximum context length is {limit} tokens. However, your messages resulted in "
+            f"{prompt_tokens} tokens. Please reduce the length of the messages.",
+            code="context_length_exceeded",
+            param="messages",
+        )
+        self.prompt_tokens = prompt_tokens
+        self.limit = limit
 
 
 @dataclass(slots=True)

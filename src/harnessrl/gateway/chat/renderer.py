@@ -130,6 +130,11 @@ class Chat:
         )
         return None if bridged is None else np.asarray(bridged.token_ids, dtype=np.int32)
 
+    def text(self, sampled: Sequence[int]) -> str:
+        """All that was said, up to the end of the turn."""
+        end = next((i for i, token in enumerate(sampled) if token in self.stop_ids), len(sampled))
+        return self.tokenizer.decode(sampled[:end])
+
     def parse(self, sampled: Sequence[int], prompt: np.ndarray, tools: list[Json], call_id: str) -> Whole:
         """What was said. Blocks that hold no call stay in the content, as the model wrote them."""
         parsed = self.renderer.parse_response(list(sampled), tools=tools or None, prompt_ids=self._tail(prompt))  # type: ignore[arg-type]
@@ -149,8 +154,7 @@ class Chat:
 
     def _text_after(self, reasoning: str, sampled: Sequence[int], prompt: np.ndarray) -> str:
         """All text that follows the reasoning."""
-        end = next((i for i, token in enumerate(sampled) if token in self.stop_ids), len(sampled))
-        text = self.tokenizer.decode(sampled[:end])
+        text = self.text(sampled)
         if self._markers and self._markers.reasoning:
             opening, closing = self._markers.reasoning
             if reasoning or self._in_reasoning(prompt) or text.lstrip().startswith(opening):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from harnessrl.gateway.chat.canonical import Delta, ToolCall
 from harnessrl.gateway.chat.tokenizer import Tokenizer
 
-__all__ = ["Detokenizer", "Markers", "StopMatcher", "StreamParser", "Whole"]
+__all__ = ["PLAIN", "Detokenizer", "Markers", "StopMatcher", "StreamParser", "Whole"]
 
 
 class Detokenizer:
@@ -68,6 +68,10 @@ class Markers:
 
     reasoning: tuple[str, str] | None = None
     tools: tuple[tuple[str, str], ...] = ()
+
+
+PLAIN = Markers()
+"""Text without reasoning or calls."""
 
 
 @dataclass(slots=True)

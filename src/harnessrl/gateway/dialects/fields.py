@@ -6,19 +6,24 @@ from typing import Any, TypeVar
 
 import orjson
 
-from harnessrl.gateway.chat.canonical import RequestError, Sampling
+from harnessrl.gateway.chat.canonical import Answer, RequestError, Sampling
 from harnessrl.schemas import Json
 
 __all__ = [
+    "OpenAIShape",
     "boolean",
+    "checked_function",
     "event",
+    "grammar_of",
     "integer",
     "list_of",
     "number",
     "optional",
     "sampling",
     "text_of",
+    "tool_choice_of",
     "tools_of",
+    "usage_of",
 ]
 
 T = TypeVar("T")
@@ -84,7 +89,7 @@ def sampling(body: Json, ignored: Sequence[str], stop: str = "stop", max_tokens:
     )
 
 
-def text_of(content: Any, where: str) -> str:
+def text_of(content: Any, where: str, joint: str = "\n") -> str:
     """The text of a message's content: text, nothing, or a list of text parts. Refuses other parts by name."""
     if content is None or isinstance(content, str):
         return content or ""
@@ -99,7 +104,7 @@ def text_of(content: Any, where: str) -> str:
                 f"{where}[{index}] is {kind or 'no text part'!r}: this model reads text only", param=where
             )
         parts.append(text)
-    return "\n".join(parts)
+    return joint.join(parts)
 
 
 def tools_of(body: Json, name: str) -> list[Json]:
@@ -120,6 +125,62 @@ def checked_function(function: Json, where: str) -> Json:
     if not isinstance(function.get("description") or "", str):
         raise RequestError(f"{where}.description must be text", param=where)
     return {k: v for k, v in function.items() if v is not None}
+
+
+def tool_choice_of(choice: Any) -> str:
+    if choice is None or choice in ("auto", "none", "required"):
+        return choice or "auto"
+    if isinstance(choice, dict):
+        if choice.get("type") == "allowed_tools":
+            allowed = choice.get("allowed_tools") or {}
+            return "required" if isinstance(allowed, dict) and allowed.get("mode") == "required" else "auto"
+        function = choice.get("function") or choice
+        if isinstance(function, dict) and isinstance(function.get("name"), str):
+            return function["name"]
+    raise RequestError("tool_choice must be auto, none, required or name a function", param="tool_choice")
+
+
+def grammar_of(response_format: Json | None) -> Json | None:
+    kind = (response_format or {}).get("type", "text")
+    if response_format is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return {"type": "json_object"}
+    schema = response_format.get("json_schema", response_format)
+    if kind == "json_schema" and isinstance(schema, dict) and isinstance(schema.get("schema"), dict):
+        return {"type": "json_schema", "schema": schema["schema"]}
+    raise RequestError(
+        "response_format must be text, json_object or json_schema with a schema", param="response_format"
+    )
+
+
+def usage_of(answers: list[Answer]) -> Json:
+    usage = answers[0].usage
+    completion = sum(answer.usage.completion_tokens for answer in answers)
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": completion,
+        "total_tokens": usage.prompt_tokens + completion,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+class OpenAIShape:
+    """What OpenAI's dialects have in common: errors and the list of models."""
+
+    def error(self, error: RequestError) -> Json:
+        kind = "server_error" if error.status >= 500 else _KINDS.get(error.status, "invalid_request_error")
+        return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
+
+    def error_event(self, error: RequestError) -> bytes:
+        return event(self.error(error))
+
+    def models(self, names: list[str]) -> Json:
+        data = [{"id": name, "object": "model", "created": 0, "owned_by": "harnessrl"} for name in names]
+        return {"object": "list", "data": data}
+
+
+_KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 def event(data: Json, name: str | None = None) -> bytes:

@@ -4,16 +4,20 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from harnessrl.gateway.chat.canonical import Answer, ChatRequest, Delta, RequestError, Usage
+from harnessrl.gateway.chat.canonical import Answer, ChatRequest, Delta, RequestError
 from harnessrl.gateway.dialects.fields import (
+    OpenAIShape,
     boolean,
     event,
+    grammar_of,
     integer,
     list_of,
     optional,
     sampling,
     text_of,
+    tool_choice_of,
     tools_of,
+    usage_of,
 )
 from harnessrl.schemas import Json
 
@@ -22,7 +26,7 @@ __all__ = ["OpenAIChat", "canonical_message"]
 _IGNORED = ("logit_bias", "bad_words", "thinking_token_budget", "truncate_prompt_tokens", "audio", "modalities")
 
 
-class OpenAIChat:
+class OpenAIChat(OpenAIShape):
     name = "openai_chat"
     chat_path = "/chat/completions"
 
@@ -35,11 +39,11 @@ class OpenAIChat:
             messages=messages,
             tools=tools_of(body, "tools"),
             sampling=sampling(body, _IGNORED),
-            tool_choice=_tool_choice(body.get("tool_choice")),
+            tool_choice=tool_choice_of(body.get("tool_choice")),
             stream=boolean(body, "stream"),
             n=integer(body, "n", 1, 128) or 1,
             logprobs=boolean(body, "logprobs"),
-            grammar=_grammar(optional(body, "response_format", dict)),
+            grammar=grammar_of(optional(body, "response_format", dict)),
             template=optional(body, "chat_template_kwargs", dict) or {},
             options={"include_usage": bool((optional(body, "stream_options", dict) or {}).get("include_usage"))},
         )
@@ -58,21 +62,11 @@ class OpenAIChat:
             "created": int(time.time()),
             "model": model,
             "choices": [_choice(request, answer, index) for index, answer in enumerate(answers)],
-            "usage": _usage(answers),
+            "usage": usage_of(answers),
         }
 
-    def stream(self, request: ChatRequest, call_id: str, model: str) -> "ChatStream":
+    def stream(self, request: ChatRequest, call_id: str, model: str, prompt_tokens: int) -> "ChatStream":
         return ChatStream(request, call_id, model)
-
-    def error(self, error: RequestError) -> Json:
-        kind = "server_error" if error.status >= 500 else _KINDS.get(error.status, "invalid_request_error")
-        return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
-
-    def error_event(self, error: RequestError) -> bytes:
-        return event(self.error(error))
-
-
-_KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 class ChatStream:
@@ -110,7 +104,7 @@ class ChatStream:
         for index, answer in enumerate(answers):
             yield self._chunk(index, {}, answer.finish_reason, _logprobs(self._request, answer))
         if self._request.options.get("include_usage"):
-            yield event({**self._base, "choices": [], "usage": _usage(answers)})
+            yield event({**self._base, "choices": [], "usage": usage_of(answers)})
         yield b"data: [DONE]\n\n"
 
     def _chunk(
@@ -146,17 +140,6 @@ def _logprobs(request: ChatRequest, answer: Answer) -> Json | None:
     }
 
 
-def _usage(answers: list[Answer]) -> Json:
-    usage: Usage = answers[0].usage
-    completion = sum(answer.usage.completion_tokens for answer in answers)
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": completion,
-        "total_tokens": usage.prompt_tokens + completion,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-    }
-
-
 def canonical_message(message: Json) -> Json | None:
     """An assistant's message of an engine's answer; None where it is none."""
     try:
@@ -170,7 +153,8 @@ def _message(message: Json, where: str) -> Json:
     role = "system" if role == "developer" else "tool" if role == "function" else role
     if role not in ("system", "user", "assistant", "tool"):
         raise RequestError(f"{where}.role must be system, developer, user, assistant or tool", param=where)
-    out: Json = {"role": role, "content": text_of(message.get("content"), f"{where}.content")}
+    joint = "" if role == "assistant" else "\n"
+    out: Json = {"role": role, "content": text_of(message.get("content"), f"{where}.content", joint)}
     if role == "assistant":
         reasoning = message.get("reasoning_content") or message.get("reasoning")
         if isinstance(reasoning, str):
@@ -197,30 +181,3 @@ def _tool_call(call: Json, where: str) -> Json:
         "type": "function",
         "function": {"name": name, "arguments": arguments},
     }
-
-
-def _tool_choice(choice: Any) -> str:
-    if choice is None or choice in ("auto", "none", "required"):
-        return choice or "auto"
-    if isinstance(choice, dict):
-        if choice.get("type") == "allowed_tools":
-            allowed = choice.get("allowed_tools") or {}
-            return "required" if isinstance(allowed, dict) and allowed.get("mode") == "required" else "auto"
-        function = choice.get("function") or choice
-        if isinstance(function, dict) and isinstance(function.get("name"), str):
-            return function["name"]
-    raise RequestError("tool_choice must be auto, none, required or name a function", param="tool_choice")
-
-
-def _grammar(response_format: Json | None) -> Json | None:
-    kind = (response_format or {}).get("type", "text")
-    if response_format is None or kind == "text":
-        return None
-    if kind == "json_object":
-        return {"type": "json_object"}
-    schema = response_format.get("json_schema")
-    if kind == "json_schema" and isinstance(schema, dict) and isinstance(schema.get("schema"), dict):
-        return {"type": "json_schema", "schema": schema["schema"]}
-    raise RequestError(
-        "response_format must be text, json_object or json_schema with a schema", param="response_format"
-    )

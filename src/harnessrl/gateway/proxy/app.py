@@ -22,10 +22,10 @@ from harnessrl.gateway.proxy.engine import Engines
 from harnessrl.gateway.proxy.exchange import ClientGone, Exchange
 from harnessrl.gateway.proxy.gate import Gate, Paused
 from harnessrl.gateway.proxy.routing import Routing
-from harnessrl.gateway.proxy.token_calls import TokenCall
+from harnessrl.gateway.proxy.token_calls import TokenCall, count_tokens
 from harnessrl.gateway.settings import Settings
 from harnessrl.gateway.store import Conflict, NotFound, Store
-from harnessrl.schemas import Mode
+from harnessrl.schemas import Json, Mode
 
 __all__ = ["ProxyApp"]
 
@@ -75,7 +75,8 @@ class ProxyApp:
             await self._admit(scope, rollout_id, attempt_id)
             found = ROUTES.get((family, tail))
             if found is None or scope["method"] != "POST":
-                raise RequestError("No such path", 404)
+                await self._other(exchange, dialect, tail, scope, rollout_id, attempt_id)
+                return
             dialect = found
             attempt = self._attempts.get(rollout_id, attempt_id)
             context = Context(attempt, cast(Mode, mode), uuid.uuid4().hex, time.time(), time.perf_counter())
@@ -102,6 +103,27 @@ class ProxyApp:
         if not access.open(attempt_id):
             raise _ended(attempt_id)
 
+    async def _other(
+        self, exchange: Exchange, dialect: Dialect, tail: str, scope: Any, rollout_id: str, attempt_id: str
+    ) -> None:
+        """What is asked besides answers: models, the base URL, counts of tokens, WebSockets."""
+        method, models = scope["method"], self._routing.models
+        if exchange.headers.get(b"upgrade", b"").lower() == b"websocket":
+            raise RequestError("WebSockets are not spoken here: use HTTP", 426)
+        if method in ("GET", "HEAD") and tail in ("", "models"):
+            await exchange.answer_json(200, dialect.models(models) if tail else {"status": "ok"})
+        elif method in ("GET", "HEAD") and tail.removeprefix("models/") in models:
+            (listed,) = dialect.models([tail.removeprefix("models/")])["data"]
+            await exchange.answer_json(200, listed)
+        elif method == "POST" and tail == "messages/count_tokens" and dialect.name == "anthropic_messages":
+            body = _object(await exchange.body(self._settings.max_body_bytes))
+            route = self._routing.route(body.get("model"), exchange.headers)
+            memory = self._attempts.get(rollout_id, attempt_id).memory
+            count = await count_tokens(self._services, dialect, route, memory, body)
+            await exchange.answer_json(200, {"input_tokens": count})
+        else:
+            raise RequestError(f"No such path: {method} {tail}", 404)
+
     async def _serve(self, exchange: Exchange, context: Context, dialect: Dialect) -> None:
         raw = await exchange.body(self._settings.max_body_bytes)
         attempt = context.attempt
@@ -122,23 +144,31 @@ class ProxyApp:
             raise RequestError("Too many calls at once", 429, "too_many_calls", retry_after=1)
 
     async def _call(self, exchange: Exchange, context: Context, dialect: Dialect, raw: bytearray) -> None:
+        body: Json | RequestError
         try:
-            body = parse_json(raw)
-        except ValueError as error:
-            body = None
-            wrong = f"Invalid JSON in request body: {error}"
-        else:
-            wrong = "The request body must be a JSON object"
+            body = _object(raw)
+        except RequestError as error:  # said after the pause, as in v1.0
+            body = error
         if isinstance(body, dict) and body.get("stream") is True:
             exchange.keep_alive(self._settings.keepalive_seconds)
         await exchange.run(context.pass_gate(self._services))
-        if not isinstance(body, dict):
-            raise RequestError(wrong)
+        if isinstance(body, RequestError):
+            raise body
         route = self._routing.route(body.get("model"), exchange.headers)
         if not route.endpoints:
             raise RequestError("no model server", 503, "no_model_server", retry_after=5)
         kind = TokenCall if route.endpoints[0].kind == "token" else ChatCall
         await kind(self._services, context, dialect, exchange, route, body).serve()
+
+
+def _object(raw: bytearray) -> Json:
+    try:
+        body = parse_json(raw)
+    except ValueError as error:
+        raise RequestError(f"Invalid JSON in request body: {error}") from error
+    if not isinstance(body, dict):
+        raise RequestError("The request body must be a JSON object")
+    return body
 
 
 def _ended(attempt_id: str) -> RequestError:

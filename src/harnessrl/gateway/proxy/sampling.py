@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from harnessrl.gateway.chat.canonical import ChatRequest, RequestError
+from harnessrl.gateway.chat.canonical import ChatRequest, ContextOverflow
 from harnessrl.schemas import Json, Mode
 
 __all__ = ["Plan", "plan"]
@@ -40,7 +40,7 @@ def plan(
     """`fixed_temperature` is the mode's, if it has one.
 
     Training on a policy (`trainable`) samples from the model itself; elsewhere the harness may have its way. Raises
-    `RequestError` with `context_length_exceeded` where nothing is left to sample.
+    `ContextOverflow` where nothing is left to sample.
     """
     asked, notes = request.sampling, [f"{name} ignored" for name in request.sampling.unsupported]
     strict = mode == "train" and trainable
@@ -76,12 +76,7 @@ def _max_tokens(asked: int | None, prompt_len: int, max_model_len: int | None, n
         return asked or 4096
     left = max_model_len - prompt_len
     if left <= 0:
-        raise RequestError(
-            f"This model's maximum context length is {max_model_len} tokens. However, your messages resulted in "
-            f"{prompt_len} tokens. Please reduce the length of the messages.",
-            code="context_length_exceeded",
-            param="messages",
-        )
+        raise ContextOverflow(prompt_len, max_model_len)
     if asked is not None and asked > left:
         notes.append(f"max_tokens={left}")
     return min(asked or left, left)

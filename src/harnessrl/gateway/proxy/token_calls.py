@@ -6,9 +6,9 @@ import time
 import numpy as np
 
 from harnessrl.gateway.chat.canonical import Answer, ChatRequest, Delta, RequestError, Usage
-from harnessrl.gateway.chat.continuation import Prompt
+from harnessrl.gateway.chat.continuation import Memory, Prompt
 from harnessrl.gateway.chat.renderer import Chat, load_chat
-from harnessrl.gateway.chat.stream import StopMatcher
+from harnessrl.gateway.chat.stream import PLAIN, StopMatcher, StreamParser, Whole
 from harnessrl.gateway.dialects import AnswerStream, Dialect
 from harnessrl.gateway.dialects.registry import BY_NAME
 from harnessrl.gateway.proxy.attempts import Attempt
@@ -20,7 +20,7 @@ from harnessrl.gateway.proxy.generation import Generation
 from harnessrl.gateway.proxy.routing import Route
 from harnessrl.gateway.proxy.sampling import Plan, plan
 from harnessrl.gateway.store import CallRecord
-from harnessrl.schemas import Json
+from harnessrl.schemas import Json, Mode
 
 __all__ = ["TokenCall"]
 
@@ -52,9 +52,9 @@ class TokenCall:
 
     async def serve(self) -> None:
         request = self._dialect.parse(self._body)
-        chat = self._chat(request)
+        chat = chat_of(self._services, self._context.mode, self._route, request)
         await self._context.attempt.rebuild_once(lambda attempt: self._rebuild(attempt, chat))
-        prompt = await self._prompt(chat, request)
+        prompt = await prompt_of(chat, self._context.attempt.memory, request)
         if prompt.confirms is not None:
             await self._store.set_delivered(prompt.confirms, True)
         how = await self._plan(chat, request, prompt)
@@ -63,7 +63,7 @@ class TokenCall:
             notes = ", ".join(how.notes).encode("ascii", "replace")
             self._headers.append((b"x-harnessrl-overridden", notes))
         if request.stream:
-            self._stream = self._dialect.stream(request, self._context.call_id, self._route.model)
+            self._stream = self._dialect.stream(request, self._context.call_id, self._route.model, len(prompt.ids))
             self._opening = self._stream.start()
         samples = [Sample(self._context.call_id, i, chat, request, prompt, how) for i in range(request.n)]
         try:
@@ -74,35 +74,6 @@ class TokenCall:
             await self._end(samples, request)
 
     # ---------------------------------------------------------------------------------- before sampling
-
-    def _chat(self, request: ChatRequest) -> Chat:
-        endpoint = self._route.endpoints[0]
-        try:
-            chat = load_chat(endpoint.tokenizer or endpoint.model, endpoint.renderer)
-        except ValueError as error:
-            raise RequestError(str(error), 503, "no_renderer") from error
-        trains = self._route.trainable and self._context.mode == "train"
-        if trains and not chat.can_continue and not self._services.settings.accept_rendered:
-            raise RequestError(
-                f"The renderer {chat.config['name']!r} can't continue a conversation token by token: register one "
-                "of the model's family, or accept `continuity: rendered`.",
-                503,
-                "no_renderer",
-            )
-        try:
-            return chat.with_options(request.template)
-        except ValueError as error:
-            raise RequestError(f"chat_template_kwargs: {error}", param="chat_template_kwargs") from error
-
-    async def _prompt(self, chat: Chat, request: ChatRequest) -> Prompt:
-        memory = self._context.attempt.memory
-        size = sum(len(m["content"]) for m in request.messages)
-        try:
-            if size > _THREAD_CHARS and not memory.continues(request):
-                return await asyncio.to_thread(memory.prompt, chat, request)
-            return memory.prompt(chat, request)
-        except ValueError as error:
-            raise RequestError(f"These messages can't be rendered: {error}", param="messages") from error
 
     async def _plan(self, chat: Chat, request: ChatRequest, prompt: Prompt) -> Plan:
         settings, mode, endpoint = self._services.settings, self._context.mode, self._route.endpoints[0]
@@ -132,7 +103,10 @@ class TokenCall:
             if record.status != "ok" or not len(record.sampled_ids):
                 continue
             request = BY_NAME[record.dialect].parse(record.request)
-            whole = chat.parse(record.sampled_ids.tolist(), record.prompt_ids, request.tools, record.call_id)
+            said = record.sampled_ids.tolist()
+            whole = Whole(chat.text(said), "")
+            if request.prompt is None:
+                whole = chat.parse(said, record.prompt_ids, request.tools, record.call_id)
             answer = Answer(whole.content, whole.reasoning, whole.tool_calls, "stop", Usage(0, 0))
             parent = record.parent if record.continuity == "exact" else None
             attempt.memory.add(record.call_id, request, record.prompt_ids, parent, record.sampled_ids, answer)
@@ -259,6 +233,47 @@ class TokenCall:
         )
 
 
+def chat_of(services: Services, mode: Mode, route: Route, request: ChatRequest) -> Chat:
+    """The chat of the route's model under the request's template options. Raises `RequestError`."""
+    endpoint = route.endpoints[0]
+    try:
+        chat = load_chat(endpoint.tokenizer or endpoint.model, endpoint.renderer)
+    except ValueError as error:
+        raise RequestError(str(error), 503, "no_renderer") from error
+    trains = route.trainable and mode == "train"
+    if trains and not chat.can_continue and not services.settings.accept_rendered:
+        raise RequestError(
+            f"The renderer {chat.config['name']!r} can't continue a conversation token by token: register one of "
+            "the model's family, or accept `continuity: rendered`.",
+            503,
+            "no_renderer",
+        )
+    try:
+        return chat.with_options(request.template)
+    except ValueError as error:
+        raise RequestError(f"chat_template_kwargs: {error}", param="chat_template_kwargs") from error
+
+
+async def prompt_of(chat: Chat, memory: Memory, request: ChatRequest) -> Prompt:
+    """Raises `RequestError` where the conversation can't be rendered."""
+    size = sum(len(m["content"]) for m in request.messages)
+    try:
+        if size > _THREAD_CHARS and not memory.continues(request):
+            return await asyncio.to_thread(memory.prompt, chat, request)
+        return memory.prompt(chat, request)
+    except ValueError as error:
+        raise RequestError(f"These messages can't be rendered: {error}", param="messages") from error
+
+
+async def count_tokens(services: Services, dialect: Dialect, route: Route, memory: Memory, body: Json) -> int:
+    """Length of the prompt that the request would get."""
+    if not route.endpoints or route.endpoints[0].kind != "token":
+        raise RequestError("Tokens can be counted only where the gateway renders: at token endpoints", 404)
+    request = dialect.parse(body)
+    chat = chat_of(services, "val", route, request)
+    return len((await prompt_of(chat, memory, request)).ids)
+
+
 class Sample:
     """One of a request's `n` answers, as it grows."""
 
@@ -279,10 +294,20 @@ class Sample:
         self._said = list(self._forced)
         self._pending: list[Delta] = []
         self._detokenizer = chat.detokenizer()
-        self._parser = chat.stream(self._said, prompt.ids, self._tools, self.call_id)
+        self._parser = self._stream_parser()
         self._watched = request.stream or bool(request.sampling.stop)
         if self._watched and self._forced:
             self._parser.feed(self._detokenizer.feed(self._forced))
+
+    def _whole(self) -> Whole:
+        if self.request.prompt is not None:
+            return Whole(self._chat.text(self._said), "")
+        return self._chat.parse(self._said, self.prompt.ids, self._tools, self.call_id)
+
+    def _stream_parser(self) -> StreamParser:
+        if self.request.prompt is not None:
+            return StreamParser(PLAIN, self._whole, in_reasoning=False, tools=False)
+        return self._chat.stream(self._said, self.prompt.ids, self._tools, self.call_id)
 
     def feed(self, ids: list[int]) -> None:
         """Take new ids; what may go out of them waits for `take`."""
@@ -299,7 +324,7 @@ class Sample:
     def answer(self) -> Answer:
         """The whole, once sampling has ended."""
         generation, matched = self.generation, self.stops.matched
-        whole = self._chat.parse(self._said, self.prompt.ids, self._tools, self.call_id)
+        whole = self._whole()
         if matched is not None:
             whole.content = whole.content.partition(matched)[0]
             whole.reasoning = whole.reasoning.partition(matched)[0]
