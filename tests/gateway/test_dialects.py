@@ -104,7 +104,7 @@ async def test_responses_conversation(tmp_path: Path, streamed: bool) -> None:
                 elif item.type == "custom_tool_call":
                     assert item.input == "*** Begin"
                     items.append({"type": "custom_tool_call_output", "call_id": item.call_id, "output": "ok"})
-        assert answer.output_text == "Done"
+        assert items[-1]["content"][0]["text"] == "Done"
         calls = await gateway.calls()
         assert [c.continuity for c in calls] == ["first", "exact", "exact"]
         assert all(c.delivered for c in calls)
