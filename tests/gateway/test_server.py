@@ -1,6 +1,8 @@
 """`harnessrl gateway` as a process: start, stop, kill."""
 
 import asyncio
+import dataclasses
+import inspect
 import socket
 import stat
 import subprocess
@@ -13,6 +15,7 @@ import httpx
 import pytest
 from gateway_kit import Serve, Served
 
+from harnessrl.cli.gateway import gateway as command
 from harnessrl.client import (
     AsyncClient,
     Client,
@@ -24,6 +27,7 @@ from harnessrl.client import (
     proxy_state,
     register_endpoints,
 )
+from harnessrl.gateway.settings import Settings
 from harnessrl.schemas import Endpoint, NewRollout, Pause
 
 
@@ -99,6 +103,13 @@ def test_a_key_for_one_role(serve: Serve):
     headers = {"authorization": f"Bearer {made}"}
     assert httpx.get(f"{gateway.url}/api/rollouts?state_in=queuing", headers=headers).status_code == 200
     assert httpx.delete(f"{gateway.url}/api/models", headers=headers).status_code == 403
+
+
+def test_each_setting_is_an_option_with_the_same_default():
+    options = {name: p.default for name, p in inspect.signature(command).parameters.items()}
+    settings = {f.name: f.default for f in dataclasses.fields(Settings)}
+    differing = {name for name in settings if settings[name] != options.pop(name)}
+    assert (differing, options) == ({"key", "store", "port"}, {})
 
 
 def chat_url(client: Client) -> str:

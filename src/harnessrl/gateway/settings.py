@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 
-__all__ = ["Settings"]
+__all__ = ["Settings", "is_loopback"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,11 @@ class Settings:
 
     @property
     def loopback(self) -> bool:
-        try:
-            return ip_address(self.host).is_loopback
-        except ValueError:
-            return self.host == "localhost"
+        return is_loopback(self.host)
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
