@@ -102,22 +102,20 @@ class CallWriter:
             self._keep(entry, _Tail(np.concatenate([prompt, sampled]), digests), instead_of=parent)
         logprobs = None if call.logprobs is None else np.ascontiguousarray(call.logprobs, dtype=np.float32)
         db.execute(
-            "INSERT INTO calls VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
+            "INSERT INTO calls VALUES (?,?,?,?,?,?,?)",
+            (entry, call.call_id, parent, shared_ids, shared_messages, call.http_status, call.delivered),
+        )
+        db.execute(
+            "INSERT INTO payloads VALUES (?,?,?,?,?,?,?,?)",
             (
                 entry,
-                call.call_id,
-                parent,
-                shared_ids,
                 prompt[shared_ids:].data,
                 sampled.data,
                 None if logprobs is None else logprobs.data,
-                shared_messages,
                 b"[" + b",".join(dumped[shared_messages:]) + b"]",
                 orjson.dumps({"small": request, "large": {k: d for k, (d, _) in large.items()}, "list": name}),
                 orjson.dumps(call.response, option=orjson.OPT_SERIALIZE_NUMPY),
                 orjson.dumps({name: getattr(call, name) for name in _FACTS}),
-                call.http_status,
-                call.delivered,
             ),
         )
         for digest, value in large.values():
@@ -159,8 +157,7 @@ class CallWriter:
 def read_calls(db: sqlite3.Connection, rollout: int, attempt_id: str) -> dict[int, StoredCall]:
     """The calls of an attempt by entry, in the order of their arrival, so parents first."""
     rows = db.execute(
-        f"SELECT {_SELECTED} FROM entries JOIN calls ON entry = entries.id "
-        "WHERE rollout = ? AND attempt_id = ? ORDER BY entry",
+        f"{_SELECTED} JOIN entries ON entries.id = entry WHERE rollout = ? AND attempt_id = ? ORDER BY entry",
         (rollout, attempt_id),
     ).fetchall()
     large = dict(db.execute("SELECT digest, value FROM fields WHERE rollout = ?", (rollout,)))
@@ -215,8 +212,8 @@ def record_of(
 
 
 _SELECTED = (
-    "entry, call_id, parent, shared_ids, prompt_ids, sampled_ids, logprobs, shared_messages, messages, request, "
-    "response, facts, http_status, delivered"
+    "SELECT entry, call_id, parent, shared_ids, prompt_ids, sampled_ids, logprobs, shared_messages, messages, "
+    "request, response, facts, http_status, delivered FROM calls JOIN payloads USING (entry)"
 )
 
 
@@ -245,7 +242,7 @@ def _rebuild_tail(db: sqlite3.Connection, entry: int) -> _Tail:
     calls: list[StoredCall] = []
     ancestor: int | None = entry
     while ancestor is not None:
-        row = db.execute(f"SELECT {_SELECTED} FROM calls WHERE entry = ?", (ancestor,)).fetchone()
+        row = db.execute(f"{_SELECTED} WHERE entry = ?", (ancestor,)).fetchone()
         calls.append(_stored(row, {}))
         ancestor = calls[-1].parent
     chain = Chain()

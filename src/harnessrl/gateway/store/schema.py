@@ -48,21 +48,25 @@ CREATE TABLE entries (                      -- events and calls in the order of 
 );
 CREATE INDEX entries_by_attempt ON entries (rollout, attempt_id);
 
-CREATE TABLE calls (
+CREATE TABLE calls (                        -- what is looked up or changes
   entry INTEGER PRIMARY KEY,
   call_id TEXT NOT NULL UNIQUE,
   parent INTEGER,                           -- entry of the call that this one continues
   shared_ids INTEGER NOT NULL,              -- of the parent's prompt + sampled ids
+  shared_messages INTEGER NOT NULL,         -- of the parent's
+  http_status INTEGER NOT NULL,
+  delivered INTEGER NOT NULL
+);
+
+CREATE TABLE payloads (                     -- the rest of a call, which is large and never changes
+  entry INTEGER PRIMARY KEY,
   prompt_ids BLOB NOT NULL,                 -- int32, what follows the shared ones
   sampled_ids BLOB NOT NULL,                -- int32
   logprobs BLOB,                            -- float32
-  shared_messages INTEGER NOT NULL,         -- of the parent's
   messages BLOB NOT NULL,                   -- JSON list, what follows the shared ones
   request BLOB NOT NULL,                    -- JSON, the rest of the request; see `calls.py`
   response BLOB NOT NULL,                   -- JSON
-  facts BLOB NOT NULL,                      -- JSON, everything else
-  http_status INTEGER NOT NULL,
-  delivered INTEGER NOT NULL
+  facts BLOB NOT NULL                       -- JSON, everything else
 );
 
 CREATE TABLE fields (                       -- large fields of requests, such as tools, once per rollout

@@ -197,8 +197,8 @@ class SqliteStore:
             return
         entries = [i for (i,) in db.execute("SELECT id FROM entries WHERE rollout = ? AND data IS NULL", row)]
         for entry in entries:
-            db.execute("DELETE FROM arrays WHERE entry = ?", (entry,))
-            db.execute("DELETE FROM calls WHERE entry = ?", (entry,))
+            for table in ("arrays", "payloads", "calls"):
+                db.execute(f"DELETE FROM {table} WHERE entry = ?", (entry,))
         self._calls.forget(entries)
         db.execute("DELETE FROM entries WHERE rollout = ?", row)
         db.execute("DELETE FROM fields WHERE rollout = ?", row)
