@@ -139,11 +139,11 @@ def as_set(rows: Sequence[Row]) -> list[tuple[object, ...]]:
 
 
 @settings(max_examples=50, deadline=None)
-@given(seed=seeds, steps=st.integers(1, 3))
-def test_the_order_of_groups_rollouts_and_calls_changes_nothing(seed: int, steps: int):
+@given(seed=seeds, steps=st.integers(1, 3), loss=st.sampled_from(["clip", "sft", "dpo"]))
+def test_the_order_of_groups_rollouts_and_calls_changes_nothing(seed: int, steps: int, loss):
     rng = np.random.default_rng(seed)
     groups = random_groups(rng, 4, 3)
-    config = AlgorithmConfig(steps_per_update=steps)
+    config = AlgorithmConfig(steps_per_update=steps, loss=loss)
     shuffled = [
         Group(group.group_id, [reordered(group.rollouts[i], rng) for i in rng.permutation(len(group.rollouts))])
         for group in (groups[i] for i in rng.permutation(len(groups)))

@@ -1,0 +1,179 @@
+"""TRL's GRPOTrainer and ours, side by side on the CPU: the same model, questions in the same order, group size,
+answer length, loss, optimizer and number of updates; one after the other, each in a process of its own.
+
+The task has one turn, as TRL's has: reply CALC(expression); 1 for the right value, 0.2 for any that can be
+calculated. Ours samples over the engine's HTTP interface and updates through the torch backend; TRL generates with
+transformers. Needs `pip install trl`. Times per update are medians without the first two; CPU seconds are those of
+all threads, and suffer less from what else runs on the machine.
+"""
+
+import argparse
+import json
+import re
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from calculator_policy import TINY, Episode, Policy, Task, calculate, prompt_of, questions
+from harnessrl.engine.model import load_model, load_tokenizer
+from rich.console import Console
+from rich.table import Table
+
+from harnessrl.trainer.batch import Group, build_update
+
+LENGTH = 16
+
+
+def reward_of(text: str, answer: float) -> float:
+    call = re.fullmatch(r"CALC\((.+)\)", text)
+    try:
+        return 0.0 if call is None else 1.0 if calculate(call[1]) == answer else 0.2
+    except ValueError:
+        return 0.0
+
+
+def tasks_of(options: argparse.Namespace) -> list[Task]:
+    number = options.updates * options.questions
+    return questions(number, 1, options.seed)[0]
+
+
+def ours(options: argparse.Namespace) -> dict:
+    sections = {
+        "seed": options.seed,
+        "algorithm": {"importance": "none"},
+        "optim": {"lr": options.lr},
+        "train": {"micro_batch_tokens": options.micro_batch_tokens, "share_prefixes": True},
+    }
+    policy = Policy(sections, options.model)
+    tasks, seconds, cpu, rewards = tasks_of(options), [], [], []
+    for number in range(options.updates):
+        began, cpu_began = time.monotonic(), time.process_time()
+        chosen = tasks[number * options.questions : (number + 1) * options.questions]
+        groups = [[Episode(f"{t}-{s}", task) for s in range(options.samples)] for t, task in enumerate(chosen)]
+        episodes = [episode for group in groups for episode in group]
+        prompts = [policy.ids(prompt_of(episode.task)) for episode in episodes]
+        for episode, prompt, (ids, logprobs, reason) in zip(
+            episodes, prompts, policy.sample(prompts, LENGTH), strict=True
+        ):
+            episode.record(prompt, ids, logprobs, reason, policy.backend.version)
+            episode.reward = reward_of(policy.text(ids), float(episode.task["answer"]))
+        finished = [Group(f"g{g}", [e.finished(f"g{g}") for e in group]) for g, group in enumerate(groups)]
+        policy.backend.update(build_update(finished, policy.config.algorithm, seed=number))
+        seconds.append(time.monotonic() - began)
+        cpu.append(time.process_time() - cpu_began)
+        rewards.append(float(np.mean([episode.reward for episode in episodes])))
+    policy.close()
+    return {"seconds": seconds, "cpu": cpu, "rewards": rewards}
+
+
+def trls(options: argparse.Namespace) -> dict:
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    tokenizer = load_tokenizer(options.model)
+    rewards: list[float] = []
+    seconds: list[float] = []
+    cpu: list[float] = []
+
+    class Clock(TrainerCallback):
+        began = cpu_began = 0.0
+
+        def on_step_begin(self, *_, **__):
+            self.began, self.cpu_began = time.monotonic(), time.process_time()
+
+        def on_step_end(self, *_, **__):
+            seconds.append(time.monotonic() - self.began)
+            cpu.append(time.process_time() - self.cpu_began)
+
+    def reward(completion_ids, answer, **_):
+        texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in completion_ids]
+        given = [reward_of(text, float(a)) for text, a in zip(texts, answer, strict=True)]
+        rewards.append(float(np.mean(given)))
+        return given
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = GRPOConfig(
+            output_dir=folder,
+            use_cpu=True,
+            bf16=False,
+            fp16=False,
+            gradient_checkpointing=False,
+            seed=options.seed,
+            max_steps=options.updates,
+            per_device_train_batch_size=options.questions * options.samples,
+            num_generations=options.samples,
+            max_completion_length=LENGTH,
+            temperature=1.0,
+            loss_type="grpo",
+            beta=0.0,
+            epsilon=0.2,
+            epsilon_high=0.28,
+            shuffle_dataset=False,
+            learning_rate=options.lr,
+            lr_scheduler_type="constant",
+            adam_beta1=0.9,
+            adam_beta2=0.95,
+            weight_decay=0.0,
+            max_grad_norm=1.0,
+            report_to=[],
+            save_strategy="no",
+            logging_strategy="no",
+            disable_tqdm=True,
+        )
+        rows = [{"prompt": prompt_of(task), "answer": task["answer"]} for task in tasks_of(options)]
+        trainer = GRPOTrainer(
+            model=load_model(options.model),
+            reward_funcs=reward,
+            args=config,
+            train_dataset=Dataset.from_list(rows),
+            processing_class=tokenizer,
+            callbacks=[Clock()],
+        )
+        trainer.train()
+    return {"seconds": seconds, "cpu": cpu, "rewards": rewards}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=str(TINY))
+    parser.add_argument("--updates", type=int, default=30)
+    parser.add_argument("--questions", type=int, default=8)
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--lr", type=float, default=5e-4)
+    parser.add_argument("--micro-batch-tokens", type=int, default=4096)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", choices=["ours", "trl"], help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.only:
+        torch.set_num_threads(options.threads)
+        found = {"ours": ours, "trl": trls}[options.only](options)
+        found["peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        print(json.dumps(found))
+        return
+    table = Table("", "s per update", "CPU s", "peak memory, MB", "reward, first 5 updates", "last 5")
+    table.title = Path(options.model).name
+    times = []
+    for name in ("trl", "ours"):
+        command = [sys.executable, __file__, *sys.argv[1:], "--only", name]
+        result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        found = json.loads(result.stdout.splitlines()[-1])
+        times.append([statistics.median(found[clock][2:]) for clock in ("seconds", "cpu")])
+        first, last = np.mean(found["rewards"][:5]), np.mean(found["rewards"][-5:])
+        wall, cpu = (f"{seconds:.2f}" for seconds in times[-1])
+        table.add_row(name, wall, cpu, f"{found['peak_mb']:,.0f}", f"{first:.2f}", f"{last:.2f}")
+    console = Console()
+    console.print(table)
+    wall, cpu = (theirs / mine for theirs, mine in zip(*times, strict=True))
+    console.print(f"ours is {wall:.2f} times as fast by the clock, {cpu:.2f} times by CPU seconds")
+
+
+if __name__ == "__main__":
+    main()
