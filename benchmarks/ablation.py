@@ -12,6 +12,8 @@ import argparse
 import json
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -53,6 +55,7 @@ def advantages_over_rows(update: Update, rewards: dict[str, float]) -> None:
 
 
 def run(way: str, seed: int, options: argparse.Namespace, train: list[Task], held_out: list[Task]) -> list[dict]:
+    torch.set_num_threads(1)
     aggregation, over_rows = WAYS[way]
     policy = Policy(
         {
@@ -123,14 +126,14 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=5e-4)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(1)
-    console = Console(force_terminal=False)
+    console = Console(width=100)
     curves: dict[str, list[list[dict]]] = {way: [] for way in WAYS}
     for seed in range(options.seeds):
         train, held_out = questions(512, 96, seed)
         for way in WAYS:
             began = time.monotonic()
-            curves[way].append(run(way, seed, options, train, held_out))
+            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
+                curves[way].append(fresh.submit(run, way, seed, options, train, held_out).result())
             solved = [p["solved"] for p in curves[way][-1] if "solved" in p]
             shown = " ".join(f"{s:.2f}" for s in solved)
             console.print(f"seed {seed}, {way}: {shown} ({time.monotonic() - began:.0f} s)")

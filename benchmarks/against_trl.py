@@ -21,10 +21,10 @@ from pathlib import Path
 import numpy as np
 import torch
 from calculator_policy import TINY, Episode, Policy, Task, calculate, prompt_of, questions
-from harnessrl.engine.model import load_model, load_tokenizer
 from rich.console import Console
 from rich.table import Table
 
+from harnessrl.engine.model import load_model, load_tokenizer
 from harnessrl.trainer.batch import Group, build_update
 
 LENGTH = 16
@@ -73,9 +73,9 @@ def ours(options: argparse.Namespace) -> dict:
 
 
 def trls(options: argparse.Namespace) -> dict:
-    from datasets import Dataset
+    from datasets import Dataset  # pyright: ignore[reportMissingImports]  (only here)
     from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
     tokenizer = load_tokenizer(options.model)
     rewards: list[float] = []
@@ -93,7 +93,7 @@ def trls(options: argparse.Namespace) -> dict:
             cpu.append(time.process_time() - self.cpu_began)
 
     def reward(completion_ids, answer, **_):
-        texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in completion_ids]
+        texts = [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in completion_ids]
         given = [reward_of(text, float(a)) for text, a in zip(texts, answer, strict=True)]
         rewards.append(float(np.mean(given)))
         return given

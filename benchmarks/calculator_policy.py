@@ -13,11 +13,11 @@ from pathlib import Path
 
 import httpx
 import numpy as np
-from harnessrl.engine.model import load_tokenizer
-from harnessrl.trainer.backends.torch import TorchBackend
 
 from harnessrl.config import Config
+from harnessrl.engine.model import load_tokenizer
 from harnessrl.schemas import Call, Json
+from harnessrl.trainer.backends.torch import TorchBackend
 from harnessrl.trainer.rollout import FinishedRollout
 
 ROOT = Path(__file__).parents[1]
@@ -39,7 +39,7 @@ SYSTEM = (
 class Policy:
     """A model behind the torch backend, sampled from over the engine's own HTTP interface."""
 
-    def __init__(self, sections: dict[str, Json], path: str = str(TINY)):
+    def __init__(self, sections: Json, path: str = str(TINY)):
         model = {"path": path, "renderer": {"name": "chatml"}}
         engine = {"max_len": 256, "max_batch": 64}
         self.config = Config.model_validate({"model": model, "engine": engine} | sections)
@@ -69,7 +69,7 @@ class Policy:
         return self.tokenizer.encode(text)
 
     def text(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
     def attempt(self, episodes: Sequence["Episode"]) -> list[float]:
         """Each episode's next attempt at its task, from a fresh context: both turns. Returns the grades."""
