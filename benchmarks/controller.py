@@ -4,6 +4,7 @@ python -m benchmarks.controller [--quick] [--json]
 """
 
 import argparse
+import asyncio
 import json
 import os
 import signal
@@ -17,16 +18,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from harnessrl.client import Client, create_rollouts, get_events, get_rollout, list_rollouts, terminal_rollouts
-from harnessrl.schemas import LocalRun, NewRollout, Rollout, RolloutConfig
+from harnessrl.schemas import KubernetesRun, LocalRun, NewRollout, Rollout, RolloutConfig
 
 KEY = "benchmark"
 TICKS = os.sysconf("SC_CLK_TCK")
 REPOSITORY = Path(__file__).parent.parent
+CLUSTER = REPOSITORY.parent / "shared" / "kube" / "cluster.py"
 TRIVIAL = LocalRun(agent_class="benchmarks.kit.trivial_agents:Rewarder")
 
 
@@ -194,10 +197,14 @@ def killed(bench: Bench, n: int) -> list[Row]:
     time.sleep(5)
     with bench.controller(n):
         bench.wait(target)
-    right = bench.states(rollouts)["succeeded"]
+    return [_adopted(bench, rollouts, "local")]
+
+
+def _adopted(bench: Bench, rollouts: list[Rollout], runner: str) -> Row:
+    n, right = len(rollouts), bench.states(rollouts)["succeeded"]
     first = sum(bench.ask(get_rollout(r.rollout_id)).rollout.status.last_attempt_id == "0" for r in rollouts)
     text = f"{right} right, {first} in their first attempt"
-    return [Row(f"kill -9 of the controller, {n} running", f"{n} failed", f"{n} right", text, right == first == n)]
+    return Row(f"kill -9 with {n} running, {runner}", f"{n} failed", f"{n} right", text, right == first == n)
 
 
 def two_controllers(bench: Bench, n: int) -> list[Row]:
@@ -209,6 +216,91 @@ def two_controllers(bench: Bench, n: int) -> list[Row]:
     rewards = Counter(len(bench.ask(get_events(r.rollout_id, "reward"))) for r in rollouts)
     text = f"{rewards[1]} once, {n - rewards[1]} otherwise, {wall:.1f} s"
     return [Row(f"two controllers, {n} rollouts", "run twice", "each once", text, rewards == {1: n})]
+
+
+JOB = """
+import json, os, sys, time, urllib.request as u
+time.sleep(float(sys.argv[1]))
+body = json.dumps({"event_type": "reward", "data": {"value": 1.0}}).encode()
+head = {"content-type": "application/json", "authorization": "Bearer " + os.environ["AGL_KEY"]}
+u.urlopen(u.Request(os.environ["AGL_EVENT_URL"], body, head)).read()
+"""
+
+
+class Kubernetes:
+    """The test cluster, whose pods are processes of this machine, and controllers for it."""
+
+    def __init__(self, bench: Bench, kubeconfig: str):
+        self.bench, self.kubeconfig = bench, kubeconfig
+
+    def start(self) -> Process:
+        where = ("--gateway", self.bench.url, "--key", KEY, "--kubeconfig", self.kubeconfig)
+        return Process(self.bench.folder, "controller", "--runner", "kubernetes", *where, "--concurrency", "100")
+
+    def post(self, seconds: float, n: int) -> list[Rollout]:
+        run = KubernetesRun(image="python", command=[sys.executable, "-c", JOB, str(seconds)])
+        return self.bench.ask(create_rollouts([NewRollout(input={}, config=RolloutConfig(k8s=run))] * n))
+
+    def left(self) -> int:
+        """Jobs, pods and Secrets that are still there."""
+
+        async def count() -> int:
+            from kubernetes_asyncio import client, config
+
+            settings = client.Configuration()
+            await config.load_kube_config(self.kubeconfig, client_configuration=settings)
+            async with client.ApiClient(settings) as api:
+                core = client.CoreV1Api(api)
+                where: dict[str, Any] = {"namespace": "default", "label_selector": "harnessrl/controller"}
+                reads = (
+                    client.BatchV1Api(api).list_namespaced_job,
+                    core.list_namespaced_pod,
+                    core.list_namespaced_secret,
+                )
+                return sum([len((await read(**where)).items) for read in reads])
+
+        return asyncio.run(count())
+
+    def many(self, n: int) -> list[Row]:
+        controller = self.start()
+        target, begun = self.bench.ended() + n, time.monotonic()
+        rollouts = self.post(0, n)
+        self.bench.wait(target, 600)
+        wall = time.monotonic() - begun
+        while self.left() and time.monotonic() - begun < wall + 120:
+            time.sleep(0.5)
+        gone, left = time.monotonic() - begun, self.left()
+        controller.end()
+        right = self.bench.states(rollouts)["succeeded"]
+        text = f"{right} right after {wall:.0f} s, {left} left after {gone:.0f} s"
+        return [Row(f"{n} Jobs on a real API server", "–", "all right, none left", text, right == n and not left)]
+
+    def killed(self, n: int) -> list[Row]:
+        target, controller = self.bench.ended() + n, self.start()
+        rollouts = self.post(15, n // 2) + self.post(25, n // 2)
+        while self.bench.running() < n or self.left() < 3 * n:
+            time.sleep(0.1)
+        controller.end(signal.SIGKILL)
+        time.sleep(8)
+        controller = self.start()
+        self.bench.wait(target)
+        controller.end()
+        return [_adopted(self.bench, rollouts, "k8s")]
+
+
+def on_kubernetes(bench: Bench, quick: bool) -> list[Row]:
+    if not CLUSTER.exists():
+        return [Row("Jobs on a real API server", "–", "all right", f"skipped: no {CLUSTER}", True)]
+    folder = str(bench.folder / "kube")
+    command = [sys.executable, str(CLUSTER)]
+    up = subprocess.run([*command, "up", folder, "--pods", "600"], capture_output=True, text=True)
+    if up.returncode:
+        sys.exit(up.stdout + up.stderr)
+    try:
+        cluster = Kubernetes(bench, up.stdout.splitlines()[-1].partition("=")[2])
+        return cluster.many(500) + cluster.killed(50) if not quick else cluster.many(10)
+    finally:
+        subprocess.run([*command, "down", folder], capture_output=True, check=True)
 
 
 def main() -> None:
@@ -224,6 +316,7 @@ def main() -> None:
             rows += sleepers(bench, *((200, 6) if options.quick else (1000, 30)))
             rows += killed(bench, 50)
             rows += two_controllers(bench, 100 if options.quick else 500)
+            rows += on_kubernetes(bench, options.quick)
         finally:
             bench.gateway.end()
     if options.json:

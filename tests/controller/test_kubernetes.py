@@ -132,6 +132,7 @@ def test_a_command_runs_and_leaves_nothing(cluster: Cluster, controller: Process
     (rollout,) = cluster.post(run, {"q": "$(HOME) 'x'"})
     status = gateway.ended(rollout).status
     assert status.state == "succeeded", status.error_message
+    assert status.k8s_job_name == f"agl-rollout-{rollout.rollout_id}"
     assert gateway.ask(get_events(rollout.rollout_id, "log"))[0].data["text"] == "$(HOME) 'x'\n"
     until(lambda: not cluster.left())
 

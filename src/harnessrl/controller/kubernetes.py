@@ -68,7 +68,7 @@ class KubernetesAttempt:
         self.rollout_id: str = notes[ROLLOUT_ANNOTATION]
         self.attempt_id: str = notes[ATTEMPT_ANNOTATION]
         self.held_seconds = 0.0
-        self.name, self.seen = name, seen
+        self.job, self.seen = name, seen
         self.changed = asyncio.Event()
         self._runner = runner
         self._timeout = float(notes[TIMEOUT_ANNOTATION])
@@ -94,7 +94,7 @@ class KubernetesAttempt:
                 continue
         self._log = await self._runner.read_log(self.seen)
         if self._stopped or not (end.ok or has_ended(self.seen)):
-            await self._runner.delete_job(self.name)
+            await self._runner.delete_job(self.job)
             while self.seen.job is not None:
                 self.changed.clear()
                 await self.changed.wait()
@@ -111,7 +111,7 @@ class KubernetesAttempt:
     async def output(self, limit: int) -> Json | None:
         if not self._log:
             return None
-        return {"text": shortened(BytesIO(self._log.encode()), limit), "job": self.name}
+        return {"text": shortened(BytesIO(self._log.encode()), limit), "job": self.job}
 
 
 class KubernetesRunner:
@@ -183,9 +183,9 @@ class KubernetesRunner:
         return list(self._attempts.values())
 
     async def forget(self, attempt: KubernetesAttempt, ok: bool) -> None:
-        self._attempts.pop(attempt.name, None)
+        self._attempts.pop(attempt.job, None)
         if ok or not self.options.keep_failed:
-            await self.delete_job(attempt.name)
+            await self.delete_job(attempt.job)
 
     async def sweep(self) -> int:
         """Delete all Jobs of this controller, whatever their state; how many there were."""

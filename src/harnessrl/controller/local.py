@@ -57,6 +57,8 @@ class LocalOptions:
 class LocalAttempt:
     """An attempt whose keeper runs, or has ended already."""
 
+    job = None
+
     def __init__(self, folder: Path, log: Path, known: dict[str, Any], keeper: dict[str, int] | None):
         self.folder, self.log, self._keeper = folder, log, keeper
         self.rollout_id: str = known["rollout_id"]

@@ -24,11 +24,22 @@ from harnessrl.client import (
     claim_rollout,
     end_attempt,
     list_rollouts,
+    patch_rollout,
     post_event,
     renew_leases,
 )
 from harnessrl.controller.environment import StartError
-from harnessrl.schemas import TERMINAL, AttemptEnd, Claim, ClaimRequest, Json, LeaseRenewal, NewEvent, Rollout
+from harnessrl.schemas import (
+    TERMINAL,
+    AttemptEnd,
+    Claim,
+    ClaimRequest,
+    Json,
+    LeaseRenewal,
+    NewEvent,
+    Rollout,
+    StatusPatch,
+)
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -44,6 +55,8 @@ class Attempt(Protocol):
 
     rollout_id: str
     attempt_id: str
+    job: str | None
+    """Name of its Kubernetes Job."""
     held_seconds: float
     """Set by the controller: time that does not count against the timeout."""
 
@@ -235,6 +248,8 @@ class Controller:
             end = AttemptEnd(ok=False, error_message=str(error), failure_kind="infra")
             await self._report(rollout.rollout_id, claim.attempt_id, end)
             return
+        if attempt.job:
+            await self._persist(patch_rollout(rollout.rollout_id, StatusPatch(k8s_job_name=attempt.job)))
         await self._see_through(attempt)
 
     async def _see_through(self, attempt: Attempt) -> None:
