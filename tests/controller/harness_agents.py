@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 
 AT_IMPORT = os.environ.get("AGL_EVENT_URL")
@@ -60,3 +61,17 @@ class Daemonizer:
 class Silent:
     def run(self) -> None:
         pass
+
+
+class Caller:
+    """Calls the model, whatever the answer."""
+
+    def run(self) -> None:
+        body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}]}).encode()
+        headers = {"content-type": "application/json", "authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+        url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+        try:
+            urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=60).read()
+        except urllib.error.HTTPError as error:
+            print(error.code)
+        reward()

@@ -1,6 +1,7 @@
 """The Kubernetes runner against a real API server: the test cluster beside the checkout, or `KUBECONFIG`'s."""
 
 import asyncio
+import base64
 import json
 import os
 import signal
@@ -20,11 +21,13 @@ from harnessrl.client import create_rollouts, get_events, patch_rollout
 from harnessrl.schemas import KubernetesRun, NewRollout, Rollout, RolloutConfig, StatusPatch
 
 pytest.importorskip("kubernetes_asyncio", reason="pip install harnessrl[k8s]")
-from kubernetes_asyncio import client, config  # noqa: E402
+import yaml  # noqa: E402
+from kubernetes_asyncio import client, config, utils  # noqa: E402
 
 pytestmark = pytest.mark.slow
 T = TypeVar("T")
 CLUSTER = Path(__file__).parents[3] / "shared" / "kube" / "cluster.py"
+DEPLOY = Path(__file__).parents[2] / "deploy"
 LOCAL = not os.environ.get("KUBECONFIG")
 """The test cluster runs pods as processes of this machine, so that its pods have this machine's Python."""
 PYTHON = sys.executable if LOCAL else "python3"
@@ -70,6 +73,33 @@ class Cluster:
                 return await do(client.CoreV1Api(api), client.BatchV1Api(api))
 
         return asyncio.run(once())
+
+    def as_deployed(self) -> str:
+        """Apply `deploy/`'s objects, its Role in this namespace; a kubeconfig of the controller."""
+        account = self.call(self._deploy)
+        view = yaml.safe_load(Path(self.kubeconfig).read_text())
+        view["users"] = [{"name": "controller", "user": {"token": account}}]
+        for context in view["contexts"]:
+            context["context"]["user"] = "controller"
+        file = self.folder / "controller.kubeconfig"
+        file.write_text(yaml.safe_dump(view))
+        return str(file)
+
+    async def _deploy(self, core: client.CoreV1Api, batch: client.BatchV1Api) -> str:
+        for file in DEPLOY.glob("*.yaml"):
+            for item in yaml.safe_load_all(file.read_text()):
+                if item["kind"] == "Kustomization":
+                    continue
+                if item["kind"] in ("Role", "RoleBinding", "NetworkPolicy"):
+                    item["metadata"]["namespace"] = self.namespace
+                await utils.create_from_dict(batch.api_client, item)  # type: ignore[attr-defined]
+        for _ in range(100):
+            for found in (await core.list_namespaced_secret("harnessrl")).items:
+                notes = found.metadata.annotations or {}
+                if notes.get("kubernetes.io/service-account.name") == "controller" and found.data:
+                    return base64.b64decode(found.data["token"]).decode()
+            await asyncio.sleep(0.1)
+        raise AssertionError("no token")
 
     def options(self) -> tuple[str, ...]:
         where = ("--runner", "kubernetes", "--kubeconfig", self.kubeconfig, "--namespace", self.namespace)
@@ -254,3 +284,22 @@ def test_an_api_server_that_is_away(cluster: Cluster, controller: Process, gatew
         os.kill(server, signal.SIGCONT)
     assert gateway.ended(rollout, 60).status.state == "succeeded"
     assert gateway.ended(later, 60).status.state == "succeeded"
+
+
+@pytest.mark.skipif(not LOCAL, reason="makes the namespaces of deploy/")
+def test_the_deployed_rights_suffice_and_are_the_least(cluster: Cluster, gateway: Gateway) -> None:
+    own = Cluster(cluster.kubeconfig, gateway, cluster.folder)
+    everything, own.kubeconfig = own.kubeconfig, own.as_deployed()
+    controller = own.start()
+    (good,) = own.post(python(REWARD + "print('a log')"))
+    (bad,) = own.post(python("import time; time.sleep(60)"), timeout_seconds=1)
+    assert gateway.ended(good).status.state == "succeeded"
+    assert gateway.ask(get_events(good.rollout_id, "log"))
+    assert "timed out" in (gateway.ended(bad).status.error_message or "")
+    controller.end()
+    with pytest.raises(client.ApiException, match="Forbidden"):
+        own.call(lambda core, _: core.list_namespaced_secret(own.namespace))
+    with pytest.raises(client.ApiException, match="Forbidden"):
+        own.call(lambda _, batch: batch.list_namespaced_job(cluster.namespace))
+    own.kubeconfig = everything
+    until(lambda: not own.left())

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from processes import Gateway, Start, alive, until
 
-from harnessrl.client import create_rollouts, get_events, list_rollouts
-from harnessrl.schemas import LocalRun, NewRollout, RolloutConfig
+from harnessrl.client import create_rollouts, get_events, list_rollouts, pause, resume
+from harnessrl.schemas import LocalRun, NewRollout, Pause, RolloutConfig
 
 
 def sleepers(mark: str, seconds: str = "60") -> LocalRun:
@@ -146,3 +146,19 @@ def test_one_controller_per_workdir(gateway: Gateway, start: Start) -> None:
         assert "another controller uses" in str(error)
     else:
         raise AssertionError("two controllers shared a folder")
+
+
+def test_waiting_for_an_update_is_not_counted(gateway: Gateway, start: Start) -> None:
+    start()
+    gateway.ask(pause(Pause(reason="an update")))
+    try:
+        run = LocalRun(agent_class="harness_agents:Caller")
+        held, *_ = gateway.post(run, timeout_seconds=4)
+        slow, *_ = gateway.post(commands("x"), timeout_seconds=4)
+        assert "timed out" in (gateway.ended(slow).status.error_message or "")
+        time.sleep(3)
+        assert gateway.rollout(held.rollout_id).status.state == "running"
+    finally:
+        gateway.ask(resume())
+    status = gateway.ended(held).status
+    assert status.state == "succeeded" and (status.held_seconds or 0) > 5, status
