@@ -54,7 +54,7 @@ class Process:
         self.log = log
         self.pid = self.popen.pid
         try:
-            until(lambda: " ready " in log.read_text() or self.popen.poll() is not None)
+            until(lambda: " ready " in log.read_text() or self.popen.poll() is not None, 60)
             assert self.popen.poll() is None, log.read_text()
         except BaseException:
             self.kill()

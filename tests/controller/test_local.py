@@ -1,12 +1,14 @@
 """What the local runner runs, and how it tells the ends apart."""
 
+import os
+import subprocess
 import sys
 import time
 import uuid
 from pathlib import Path
 
 import pytest
-from processes import Gateway, alive, until
+from processes import KEY, Gateway, alive, until
 
 from harnessrl.client import delete_rollout, get_events, patch_rollout
 from harnessrl.schemas import LocalRun, Rollout, StatusPatch
@@ -200,3 +202,18 @@ def test_a_start_is_triggered_not_polled(gateway: Gateway) -> None:
         status = gateway.ended(rollout).status
         delays.append(status.updated_at - status.created_at)
     assert sorted(delays)[2] < 0.5
+
+
+def test_logs_are_read_from_anywhere(gateway: Gateway) -> None:
+    (rollout,) = gateway.post(LocalRun(command=["sh", "-c", "echo to stdout; echo to stderr >&2"]))
+    (silent,) = gateway.post(LocalRun(command=["true"]))
+    gateway.ended(rollout)
+    gateway.ended(silent)
+
+    def logs(of: Rollout) -> "subprocess.CompletedProcess[str]":
+        command = [sys.executable, "-m", "harnessrl", "rollouts", "logs", of.rollout_id, "--gateway", gateway.url]
+        environment = {**os.environ, "PYTHONPATH": ":".join(sys.path), "HARNESSRL_KEY": KEY}
+        return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+    assert logs(rollout).stdout == "to stdout\nto stderr\n"
+    assert "it wrote nothing" in logs(silent).stderr

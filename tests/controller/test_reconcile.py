@@ -54,7 +54,7 @@ def test_sigterm_stops_all_agents(gateway: Gateway, start: Start) -> None:
     assert (status.failure_kind, "the controller was stopped" in (status.error_message or "")) == ("infra", True)
 
 
-def test_agents_of_a_killed_controller_are_adopted(gateway: Gateway, start: Start) -> None:
+def test_agents_of_a_killed_controller_are_adopted(gateway: Gateway, start: Start, tmp_path: Path) -> None:
     """Commands that go on, agents that end while nobody watches, and a timeout that is still kept."""
     mark = uuid.uuid4().hex
     controller = start("--concurrency", "20")
@@ -64,7 +64,7 @@ def test_agents_of_a_killed_controller_are_adopted(gateway: Gateway, start: Star
     until(lambda: len(alive(mark)) == 1)  # a forked agent's environment is not seen in /proc
     for rollout in (going, ending, late):
         gateway.running(rollout)
-    time.sleep(0.3)
+    until(lambda: len(list(tmp_path.glob("w/attempts/*/stage.json"))) == 3)
     controller.kill()
     time.sleep(1.2)
     assert gateway.rollout(ending.rollout_id).status.state == "running"
@@ -75,6 +75,23 @@ def test_agents_of_a_killed_controller_are_adopted(gateway: Gateway, start: Star
     assert gateway.rollout(going.rollout_id).status.last_attempt_id == "0"
     assert len(gateway.ask(get_events(going.rollout_id, "reward"))) == 1
     assert not alive(mark)
+
+
+def test_what_was_claimed_but_not_started_is_started(gateway: Gateway, start: Start, tmp_path: Path) -> None:
+    controller = start()
+    (first,) = gateway.post(LocalRun(agent_class="harness_agents:Rewarder"))
+    gateway.ended(first)
+    children = Path(f"/proc/{controller.pid}/task/{controller.pid}/children").read_text().split()
+    for child in children:
+        os.kill(int(child), signal.SIGSTOP)
+    (claimed,) = gateway.post(LocalRun(agent_class="harness_agents:Rewarder"))
+    until(lambda: list(tmp_path.glob("w/attempts/*/attempt.json")))
+    controller.kill()
+    for child in children:
+        os.kill(int(child), signal.SIGKILL)
+    start()
+    status = gateway.ended(claimed).status
+    assert (status.state, status.last_attempt_id) == ("succeeded", "0"), status.error_message
 
 
 def test_agents_without_a_controller_end_by_themselves(gateway: Gateway, start: Start) -> None:

@@ -1,4 +1,4 @@
-"""`harnessrl rollouts ls | show`: what ran, and every call that was captured of it."""
+"""`harnessrl rollouts ls | show | logs`: what ran, every call that was captured of it, and what it printed."""
 
 import asyncio
 import json
@@ -94,6 +94,28 @@ def show(
     for event in events:
         if event.event_type != "model_request":
             console.print(f"[bold]{event.event_type}[/] ", Text(json.dumps(event.data, ensure_ascii=False)))
+
+
+@rollouts.command("logs")
+def logs(rollout_id: str, gateway: GatewayUrl = None, key: Key = None, store: StoreFile = None) -> None:
+    """Print what the agent of an ended rollout wrote to its output: the beginning and the end."""
+
+    async def read() -> tuple[RolloutDetail, list[Event]]:
+        async with _source(gateway, key, store) as source:
+            return await source(get_rollout(rollout_id)), await source(get_events(rollout_id, event_type="log"))
+
+    detail, events = asyncio.run(read())
+    state = detail.rollout.status.state
+    if not events:
+        running = state in ("queuing", "running")
+        raise ValueError(
+            f"{rollout_id} is {state}: " + ("its log comes when it ends" if running else "it wrote nothing")
+        )
+    for event in events:
+        typer.echo(event.data["text"], nl=False)
+        where = event.data.get("path")
+        if where:
+            typer.echo(f"more, if it was long, on {event.data['host']}: {where}", err=True)
 
 
 def _print_call(console: Console, call: Call, data: Json) -> None:

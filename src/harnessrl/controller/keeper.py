@@ -283,7 +283,8 @@ class Keeper:
 
 def keep(folder: str, run_python: Callable[[Any], None], agent_fd: int | None) -> None:
     """The life of one keeper, in a process of its own; `agent_fd` is for a forked agent, closed here after."""
-    with open(f"{folder}/spec.json") as file:
+    os.rename(f"{folder}/spec.json", f"{folder}/taken.json")  # two cannot take up the same attempt
+    with open(f"{folder}/taken.json") as file:
         spec = json.load(file)
-    os.unlink(f"{folder}/spec.json")
+    os.unlink(f"{folder}/taken.json")
     Keeper(folder, spec, run_python, agent_fd).run()

@@ -10,6 +10,7 @@ end; `keeper.json`, `stage.json` and `exit.json` are the keeper's.
 """
 
 import asyncio
+import contextlib
 import errno
 import fcntl
 import hashlib
@@ -24,7 +25,7 @@ import stat
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
@@ -158,39 +159,47 @@ class LocalRunner:
         folder = self._workdir / "attempts" / name
         log = self._workdir / "logs" / f"{name}.log"
         own = model_environment(self._gateway_url, claim, claim.agent_key)
-        known = {
-            "rollout_id": rollout_id,
-            "attempt_id": attempt_id,
-            "timeout_seconds": claim.rollout.config.timeout_seconds,
-            "event_url": own["AGL_EVENT_URL"],
-        }
         try:
             warmth, stages = self._plan(run, claim, folder)
+            known = {
+                "rollout_id": rollout_id,
+                "attempt_id": attempt_id,
+                "timeout_seconds": claim.rollout.config.timeout_seconds,
+                "event_url": own["AGL_EVENT_URL"],
+                "warmth": astuple(warmth),
+            }
             folder.mkdir(mode=0o700)
             (folder / "work").mkdir()
-            write_json(str(folder / "attempt.json"), known)
             write_json(str(folder / "spec.json"), self._spec(stages, own, log))
-            pid = await self._warm.fork(warmth, str(folder))
+            write_json(str(folder / "attempt.json"), known)
+            keeper = await self._fork(warmth, folder)
         except StartError:
             _remove(folder)
             raise
         except OSError as error:
             _remove(folder)
             raise StartError(f"could not write the attempt's folder: {error}") from error
-        keeper = {"pid": pid, "start": start_time(pid) or 0}
         return LocalAttempt(folder, log, known, keeper)
 
     async def adopt(self) -> list[LocalAttempt]:
         """The attempts that an earlier controller with this `workdir` left, running or ended."""
         folders = [path.parent for path in (self._workdir / "attempts").glob("*/attempt.json")]
         if any(_read(folder / "keeper.json") is None for folder in folders):
-            await asyncio.sleep(1)  # a fork server that just lost its controller may be about to start one
-        adopted = []
-        for folder in folders:
-            log = self._workdir / "logs" / f"{folder.name}.log"
-            known = json.loads((folder / "attempt.json").read_text())
-            adopted.append(LocalAttempt(folder, log, known, _read(folder / "keeper.json")))
-        return adopted
+            await asyncio.sleep(1)  # the fork server that lost its controller may be about to start one
+        return await asyncio.gather(*(self._adopt(folder) for folder in folders))
+
+    async def _adopt(self, folder: Path) -> LocalAttempt:
+        known = json.loads((folder / "attempt.json").read_text())
+        keeper = _read(folder / "keeper.json")
+        if keeper is None and (folder / "spec.json").exists():  # nobody took it up
+            python, preload, module = known["warmth"]
+            with contextlib.suppress(StartError):
+                keeper = await self._fork(Warmth(python, tuple(preload), module), folder)
+        return LocalAttempt(folder, self._workdir / "logs" / f"{folder.name}.log", known, keeper)
+
+    async def _fork(self, warmth: Warmth, folder: Path) -> dict[str, int]:
+        pid = await self._warm.fork(warmth, str(folder))
+        return {"pid": pid, "start": start_time(pid) or 0}
 
     async def forget(self, attempt: LocalAttempt, ok: bool) -> None:
         await asyncio.to_thread(attempt.forget, self.options.keep_failed and not ok)
