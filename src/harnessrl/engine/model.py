@@ -5,6 +5,8 @@ import importlib.util
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -12,6 +14,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 PACKAGE = "package:"
 FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
@@ -21,7 +24,8 @@ def load_model(path: str | Path, dtype: torch.dtype = torch.float32) -> PreTrain
     """The causal LM, on the CPU, in evaluation mode. Raises ValueError if it is not there."""
     folder = resolve(path)
     try:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+        with _quiet():
+            return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
     except OSError as error:
         raise ValueError(f"The folder {folder} holds no model that transformers can load: {error}") from error
 
@@ -73,7 +77,8 @@ def _from_package(package: str) -> Path:
     cache.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=cache))
     try:
-        _convert(_gguf(package), scratch)
+        with _quiet():
+            _convert(_gguf(package), scratch)
         scratch.rename(target)
     except OSError:
         if not target.is_dir():  # else another process was first
@@ -106,6 +111,16 @@ def _convert(gguf: Path, target: Path) -> None:
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
     tokenizer.save_pretrained(target)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' progress bars: reading a local file is over before they say anything."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    yield
+    if shown:
+        logging.enable_progress_bar()
 
 
 def place(path: str | Path, device: str = "auto", dtype: str = "float32") -> PreTrainedModel:
