@@ -182,6 +182,17 @@ def test_pause_and_resume(engine: EmbeddedEngine) -> None:
     assert held.answer().finish_reason == "length"
 
 
+def test_forgetting_finished_prompts(engine: EmbeddedEngine) -> None:
+    engine.generate([prompt(0, 30)], LONG)
+    busy = Request(
+        engine, prompt(1, 30), Sampling(max_tokens=100), lambda n: n == 5 and engine.reset_prefix_cache()
+    )
+    assert busy.answer().finish_reason == "length"
+    before = engine.stats().shared_tokens
+    engine.generate([prompt(0, 30)], LONG)
+    assert engine.stats().shared_tokens == before
+
+
 def test_abort(engine: EmbeddedEngine) -> None:
     other = Request(engine, prompt(1, 30), Sampling(max_tokens=100))
     long = Sampling(max_tokens=400)

@@ -119,7 +119,7 @@ class EmbeddedEngine:
         self._waiting: list[_Request] = []
         self._running: list[_Request] = []
         self._changed = threading.Condition()
-        self._stepping = self._paused = self._updating = self._stopped = False
+        self._stepping = self._paused = self._updating = self._stopped = self._forgetting = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     # ------------------------------------------------------------------------------------- requests
@@ -227,10 +227,11 @@ class EmbeddedEngine:
             self.resume()
 
     def reset_prefix_cache(self) -> None:
-        """Forget the prompts of finished requests."""
+        """Forget the prompts of finished requests, at the latest after the step under way."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._stepping)
-            self._slots.forget()
+            self._forgetting = True
+            if not self._stepping:
+                self._reap()
 
     # --------------------------------------------------------------------------------------- thread
 
@@ -268,7 +269,10 @@ class EmbeddedEngine:
             request.aborted = True
 
     def _reap(self) -> bool:
-        """End the aborted requests; whether any are left."""
+        """Between two steps: do what was asked for during the last; whether any requests are left."""
+        if self._forgetting:
+            self._slots.forget()
+            self._forgetting = False
         for request in [r for r in self._waiting + self._running if r.aborted]:
             self._finish(request, Delta([], [], self.version, "abort"))
         return bool(self._waiting or self._running)
