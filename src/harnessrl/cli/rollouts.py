@@ -43,7 +43,11 @@ def ls(
             listed = await source(list_rollouts(*states, limit=limit))
             return [(r, await source(get_events(r.rollout_id, event_type="reward"))) for r in listed]
 
-    table = Table("rollout", "state", "reward", "task", "attempts", "error", box=None)
+    table = Table(box=None)
+    for column in ("rollout", "state", "reward", "attempt"):
+        table.add_column(column, no_wrap=True)
+    for column in ("task", "error"):
+        table.add_column(column, overflow="ellipsis", no_wrap=True)
     rows: list[Json] = []
     for rollout, events in asyncio.run(read()):
         status = rollout.status
@@ -53,9 +57,9 @@ def ls(
             rollout.rollout_id,
             status.state,
             "–" if reward is None else f"{reward:g}",
-            _short(rollout.input, 60),
             status.last_attempt_id or "–",
-            _short(status.error_message or "", 60),
+            _short(rollout.input, 200),
+            _short(status.error_message or "", 200),
         )
     typer.echo(json.dumps(rows)) if as_json else Console().print(table)
 
@@ -120,12 +124,12 @@ def logs(rollout_id: str, gateway: GatewayUrl = None, key: Key = None, store: St
 
 def _print_call(console: Console, call: Call, data: Json) -> None:
     versions = ", ".join(f"v{version}" for version, _ in call.versions) or "–"
-    mean = sum(call.logprobs) / len(call.logprobs) if call.logprobs else float("nan")
+    mean = f"{sum(call.logprobs) / len(call.logprobs):.3f}" if call.logprobs else "–"
     prompt = call.shared + len(call.new_prompt_ids)
     console.print(
         f"\n[bold]call {call.index}[/]  {call.dialect}  agent {call.agent or '–'}  {call.continuity}  {versions}  "
         f"prompt {prompt} tokens ({len(call.new_prompt_ids)} new)  sampled {len(call.sampled_ids)}  "
-        f"mean log-prob {mean:.3f}  {call.finish_reason}  {call.latency_ms:.0f} ms"
+        f"mean log-prob {mean}  {call.finish_reason}  {call.latency_ms:.0f} ms"
         + ("" if call.delivered else "  [red]not delivered[/]")
         + ("" if call.trainable else f"  [yellow]not trained: {call.untrainable_reason}[/]"),
         highlight=False,

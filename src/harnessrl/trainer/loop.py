@@ -175,6 +175,7 @@ class _Session:
         metrics = {
             "reward/train": statistics.fmean(outcomes),
             "reward/train_std": statistics.pstdev(outcomes),
+            "policy/version": float(self._backend.version),
             "staleness/mean": statistics.fmean(staleness),
             "staleness/max": float(max(staleness)),
             "time/collect": enough - began,
@@ -184,6 +185,7 @@ class _Session:
             **metrics,
         }
         self._run.log(self.updates, metrics)
+        self._run.log_groups(self.updates, groups)
         self._progress.update(self.updates, metrics)
         self._report_failures(groups)
         self._watch_spread(groups)

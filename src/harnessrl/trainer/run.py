@@ -5,12 +5,13 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self
 
 from harnessrl.config import Config, load_config, to_yaml
 from harnessrl.schemas import Json
+from harnessrl.trainer.collect import CollectedGroup
 
 __all__ = ["Run"]
 
@@ -61,6 +62,19 @@ class Run:
         self._metrics.write(json.dumps(row) + "\n")
         for name, value in metrics.items():
             self._tensorboard.add_scalar(name, value, update)
+
+    def log_groups(self, update: int, groups: Sequence[CollectedGroup]) -> None:
+        """What an update was made of, in `groups.jsonl`."""
+        with (self.folder / "groups.jsonl").open("a") as file:
+            for group in groups:
+                row = {
+                    "update": update,
+                    "lineage": self.lineage,
+                    "group_id": group.group_id,
+                    "started": group.started,
+                    "rewards": [rollout.reward for rollout in group.rollouts],
+                }
+                file.write(json.dumps(row) + "\n")
 
     def save_checkpoint(self, update: int, save: Callable[[Path], None], best: bool) -> Path:
         """Write a checkpoint whole or not at all; raises OSError (a full disk, say) with nothing half there.

@@ -1,0 +1,88 @@
+"""Kill -9 in the middle of a run, of each component and of all at once; then resume."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TINY = ROOT / "tests" / "assets" / "tiny"
+QUICKSTART = ROOT / "examples" / "quickstart" / "config.yaml"
+UPDATES = 6
+
+pytestmark = pytest.mark.slow
+
+
+def start(tmp_path: Path) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [
+            sys.executable, "-m", "harnessrl", "train", str(QUICKSTART), f"model.path={TINY}", f"runs_dir={tmp_path}",
+            "name=run", f"train.updates={UPDATES}", "train.checkpoint_every=2", "collect.groups_in_flight=8",
+            "collect.groups_per_update=4", "collect.group_size=2", "optim.lr=1e-4", "data.eval=", "seed=3",
+        ],
+        stderr=(tmp_path / "train.log").open("ab"),
+    )  # fmt: skip
+
+
+def resume(tmp_path: Path) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "harnessrl", "train", "--resume", str(tmp_path / "run")],
+        stderr=(tmp_path / "train.log").open("ab"),
+    )
+
+
+def kill(tmp_path: Path, who: str, trainer: subprocess.Popen[bytes]) -> None:
+    if who in ("trainer", "all"):
+        trainer.kill()
+        trainer.wait()
+    for service in ("gateway", "controller"):
+        if who in (service, "all"):
+            pid = json.loads((tmp_path / "run" / f"{service}.json").read_text())["pid"]
+            os.kill(pid, signal.SIGKILL)
+
+
+def rows(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def wait_for_update(tmp_path: Path, number: int) -> None:
+    deadline = time.monotonic() + 120
+    while not any(row["update"] >= number for row in rows(tmp_path / "run" / "metrics.jsonl")):
+        assert time.monotonic() < deadline, (tmp_path / "train.log").read_text()[-2000:]
+        time.sleep(0.05)
+
+
+def final_lineage(tmp_path: Path) -> list[dict]:
+    """The groups of the updates that made the final weights: of each update, those of the last lineage."""
+    groups = rows(tmp_path / "run" / "groups.jsonl")
+    last = {row["update"]: row["lineage"] for row in groups}
+    return [row for row in groups if row["lineage"] == last[row["update"]]]
+
+
+@pytest.mark.parametrize("who", ["trainer", "gateway", "controller", "all"])
+def test_a_killed_run_resumes_and_trains_each_group_once(tmp_path: Path, who: str) -> None:
+    trainer = start(tmp_path)
+    wait_for_update(tmp_path, 3)
+    time.sleep(random.Random(who).random() * 2)
+    kill(tmp_path, who, trainer)
+    if who != "trainer" and who != "all":
+        trainer.send_signal(signal.SIGKILL)
+        trainer.wait()
+    again = resume(tmp_path)
+    assert again.wait(180) == 0, (tmp_path / "train.log").read_text()[-3000:]
+    trained = Counter(row["group_id"] for row in final_lineage(tmp_path))
+    assert len(trained) == UPDATES * 4
+    assert set(trained.values()) == {1}
+    versions = [
+        row["policy/version"] for row in rows(tmp_path / "run" / "metrics.jsonl") if "policy/version" in row
+    ]
+    assert len(set(versions)) == len(versions)
+    assert not [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or [])]
