@@ -22,14 +22,22 @@ pytestmark = pytest.mark.slow
 
 
 def start(tmp_path: Path) -> subprocess.Popen[bytes]:
+    settings = {
+        "model.path": TINY,
+        "runs_dir": tmp_path,
+        "name": "run",
+        "train.updates": UPDATES,
+        "train.checkpoint_every": 2,
+        "collect.groups_in_flight": 8,
+        "collect.groups_per_update": 4,
+        "collect.group_size": 2,
+        "data.eval": "",
+    }
+    overrides = [f"{key}={value}" for key, value in settings.items()]
     return subprocess.Popen(
-        [
-            sys.executable, "-m", "harnessrl", "train", str(QUICKSTART), f"model.path={TINY}", f"runs_dir={tmp_path}",
-            "name=run", f"train.updates={UPDATES}", "train.checkpoint_every=2", "collect.groups_in_flight=8",
-            "collect.groups_per_update=4", "collect.group_size=2", "optim.lr=1e-4", "data.eval=", "seed=3",
-        ],
+        [sys.executable, "-m", "harnessrl", "train", str(QUICKSTART), *overrides],
         stderr=(tmp_path / "train.log").open("ab"),
-    )  # fmt: skip
+    )
 
 
 def resume(tmp_path: Path) -> subprocess.Popen[bytes]:
@@ -53,10 +61,11 @@ def rows(file: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def wait_for_update(tmp_path: Path, number: int) -> None:
+def wait_for_update(tmp_path: Path, trainer: subprocess.Popen[bytes], number: int) -> None:
     deadline = time.monotonic() + 120
     while not any(row["update"] >= number for row in rows(tmp_path / "run" / "metrics.jsonl")):
         assert time.monotonic() < deadline, (tmp_path / "train.log").read_text()[-2000:]
+        assert trainer.poll() is None, (tmp_path / "train.log").read_text()[-2000:]
         time.sleep(0.05)
 
 
@@ -70,7 +79,7 @@ def final_lineage(tmp_path: Path) -> list[dict]:
 @pytest.mark.parametrize("who", ["trainer", "gateway", "controller", "all"])
 def test_a_killed_run_resumes_and_trains_each_group_once(tmp_path: Path, who: str) -> None:
     trainer = start(tmp_path)
-    wait_for_update(tmp_path, 3)
+    wait_for_update(tmp_path, trainer, 3)
     time.sleep(random.Random(who).random() * 2)
     kill(tmp_path, who, trainer)
     if who != "trainer" and who != "all":

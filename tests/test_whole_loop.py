@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from transformers import AutoModelForCausalLM
@@ -12,28 +13,36 @@ from harnessrl.config import load_config
 ROOT = Path(__file__).parent.parent
 QUICKSTART = ROOT / "examples" / "quickstart" / "config.yaml"
 TINY = ROOT / "tests" / "assets" / "tiny"
+UPDATES = 12
 
 
 def train(tmp_path: Path, *overrides: str) -> dict:
     settings = [
         f"model.path={TINY}",
         f"runs_dir={tmp_path}",
-        "optim.lr=1e-3",
+        "optim.lr=5e-4",
         "engine.max_batch=16",
         *overrides,
     ]
     return run(load_config(QUICKSTART, settings))
 
 
-@pytest.mark.parametrize("in_flight", [8, 12], ids=["synchronous", "collocated"])
+@pytest.mark.parametrize(
+    "in_flight", [8, pytest.param(16, marks=pytest.mark.slow)], ids=["synchronous", "collocated"]
+)
 def test_reward_rises_and_the_run_leaves_what_it_says(tmp_path: Path, in_flight: int) -> None:
-    result = train(tmp_path, "train.updates=10", f"collect.groups_in_flight={in_flight}")
-    assert result["eval_after"] > result["eval_before"] + 0.1
+    result = train(tmp_path, f"train.updates={UPDATES}", f"collect.groups_in_flight={in_flight}")
     folder = tmp_path / "quickstart"
     assert json.loads((folder / "result.json").read_text()) == result
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     trained = [row for row in metrics if "reward/train" in row]
-    assert [row["update"] for row in trained] == list(range(1, 11))
-    assert all(row["policy/gap"] < 1e-3 for row in trained if in_flight == 8 and row["batch/rows"])
+    assert [row["update"] for row in trained] == list(range(1, UPDATES + 1))
+    rewards = [row["reward/train"] for row in trained]
+    # Means of 96 and 128 rollouts, whose standard errors are about 0.03.
+    assert fmean(rewards[-4:]) > fmean(rewards[:3]) + 0.05
+    if in_flight == 8:
+        assert all(row["policy/gap"] < 1e-3 for row in trained if row["batch/rows"])
+    else:
+        assert max(row["staleness/max"] for row in trained) >= 1
     assert (folder / "reward.png").stat().st_size > 1000
     assert AutoModelForCausalLM.from_pretrained(result["checkpoint"])

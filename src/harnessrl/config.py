@@ -190,7 +190,7 @@ def _apply(tree: Json, override: str) -> None:
         tree = tree.setdefault(section, {})
         if not isinstance(tree, dict):
             raise ValueError(f"{key!r}: {section!r} is not a section")
-    tree[leaf] = yaml.safe_load(text)
+    tree[leaf] = yaml.safe_load(text) if text else ""
 
 
 def _explain(error: ValidationError) -> str:
