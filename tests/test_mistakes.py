@@ -2,15 +2,20 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "tests" / "assets" / "tiny"
+
+pytestmark = pytest.mark.slow
 
 CALL = """
 import json, os, sys, time, urllib.request
@@ -130,3 +135,27 @@ def test_a_full_disk_costs_the_checkpoint_not_the_run(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "No space left on device" in done.stderr
     assert not list((tmp_path / "runs" / "full" / "checkpoints").iterdir())
+
+
+def test_ctrl_c_ends_everything_in_seconds(tmp_path: Path) -> None:
+    train(tmp_path, "call(); time.sleep(60)", "train.updates=0")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "harnessrl", "train", str(tmp_path / "config.json"), "name=stopped"],
+        stderr=subprocess.PIPE,
+    )
+    while not any(p.info["cwd"] == str(tmp_path) for p in running_in(tmp_path)):
+        assert process.poll() is None
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=20)
+    assert said.decode().strip().splitlines()[-1] == "stopped"
+    assert not running_in(tmp_path)
+
+
+def running_in(folder: Path) -> list[psutil.Process]:
+    """Harnesses and services of a run."""
+    return [
+        p
+        for p in psutil.process_iter(["cmdline", "cwd"])
+        if p.info["cwd"] == str(folder) or str(folder / "runs") in " ".join(p.info["cmdline"] or [])
+    ]

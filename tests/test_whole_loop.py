@@ -2,8 +2,8 @@
 
 import json
 from pathlib import Path
-from statistics import fmean
 
+import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM
 
@@ -38,8 +38,8 @@ def test_reward_rises_and_the_run_leaves_what_it_says(tmp_path: Path, in_flight:
     trained = [row for row in metrics if "reward/train" in row]
     assert [row["update"] for row in trained] == list(range(1, UPDATES + 1))
     rewards = [row["reward/train"] for row in trained]
-    # Means of 96 and 128 rollouts, whose standard errors are about 0.03.
-    assert fmean(rewards[-4:]) > fmean(rewards[:3]) + 0.05
+    # About 0.02 an update is usual; the slope's standard error is about 0.006.
+    assert np.polyfit(range(UPDATES), rewards, 1)[0] > 0
     if in_flight == 8:
         assert all(row["policy/gap"] < 1e-3 for row in trained if row["batch/rows"])
     else:

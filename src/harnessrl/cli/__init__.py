@@ -36,8 +36,6 @@ def main() -> None:
 
     try:
         app()
-    except KeyboardInterrupt:
-        sys.exit("stopped")
     except (ValueError, RuntimeError, OSError, GatewayError) as error:
         if os.environ.get("HARNESSRL_DEBUG"):
             raise

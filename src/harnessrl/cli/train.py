@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import signal
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -53,8 +54,27 @@ def resumed(folder: Path) -> Json:
 
 
 def _train(run: "Run") -> Json:
-    config, console = run.config, Console(stderr=True)
-    began = time.monotonic()
+    console, began = Console(stderr=True), time.monotonic()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        result = _with_services(run, console)
+    except KeyboardInterrupt:
+        more = (
+            f"; `harnessrl train --resume {run.folder}` goes on from {run.checkpoint.name}"
+            if run.checkpoint
+            else ""
+        )
+        console.print(f"stopped{more}", soft_wrap=True)
+        raise
+    result["seconds_total"] = round(time.monotonic() - began, 1)
+    result["versions"] = versions()
+    run.finish(result)
+    console.print(summary(result, run.folder))
+    return result
+
+
+def _with_services(run: "Run", console: Console) -> Json:
+    config = run.config
     with contextlib.ExitStack() as stack:
         with console.status(f"loading {config.model.path}"):
             from harnessrl.trainer.backends.torch import TorchBackend
@@ -70,12 +90,7 @@ def _train(run: "Run") -> Json:
             f"run {run.folder}  model {config.model.path}  gateway {url}", highlight=False, soft_wrap=True
         )
         view = stack.enter_context(View(config.train.updates, console))
-        result = asyncio.run(_loop(backend, url, key, run, view))
-    result["seconds_total"] = round(time.monotonic() - began, 1)
-    result["versions"] = versions()
-    run.finish(result)
-    console.print(summary(result, run.folder))
-    return result
+        return asyncio.run(_loop(backend, url, key, run, view))
 
 
 async def _loop(backend: "TorchBackend", url: str, key: str, run: "Run", view: View) -> Json:
