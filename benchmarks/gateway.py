@@ -98,7 +98,7 @@ def cost(bench: Bench, size: str) -> list[Row]:
     bench.register(size)
     body, urls = request_body(size), bench.rollouts(CONCURRENCY)
     calls = {"500x100": 2000, "8000x300": 1000, "32000x500": 500}[size] // (2 if bench.quick else 1)
-    asyncio.run(run(urls, body, CONCURRENCY, 200))
+    asyncio.run(run(urls, body, CONCURRENCY, calls))  # what is in flight at once takes its memory once
     cpu, memory = bench.cpu_seconds(), bench.memory_mb()
     leg = asyncio.run(run(urls, body, CONCURRENCY, calls))
     assert leg.statuses == {"200": calls}, leg.statuses

@@ -126,7 +126,7 @@ def test_kill_9_under_load(serve: Serve, tmp_path: Path, engine_url: str):
         gateway = serve("--key", "", "--model", "policy")
         asyncio.run(check(gateway.url, said))
         everything += sum(map(len, (said.rollouts, said.claimed, said.events, said.calls, said.ended)))
-    assert everything > 100 * KILLS
+    assert everything > 10 * KILLS
     assert gateway.terminate() == 0
     with contextlib.closing(sqlite3.connect(tmp_path / "store.db")) as db:
         assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)

@@ -288,6 +288,17 @@ async def test_retention_removes_the_oldest_consumed_ones(store: SqliteStore):
     assert await store.size_bytes() < size - 150_000
 
 
+async def test_retention_makes_the_file_smaller(tmp_path: Path):
+    store = await SqliteStore.open(tmp_path / "s.db")
+    rollout_id = await rollout(store)
+    await store.add_event(rollout_id, "0", "note", {"x": "y" * 10_000_000})
+    await store.patch_status(rollout_id, StatusPatch(state="failed"))
+    await store.mark_consumed([rollout_id])
+    await store.retain(0, None)
+    await store.close()
+    assert (tmp_path / "s.db").stat().st_size < 1_000_000
+
+
 async def test_everything_is_there_after_a_restart(tmp_path: Path):
     store = await SqliteStore.open(tmp_path / "s.db")
     rollout_id = await rollout(store)

@@ -26,6 +26,7 @@ Job = Callable[[sqlite3.Connection], T]
 _GROUP = 500
 """Most writes in one commit."""
 _READERS = 4
+_VACUUM_PAGES = 2000
 _CHECKPOINT_PAGES = 4000
 """WAL size (in pages of 4 KiB) at which the writer moves it into the file."""
 
@@ -65,8 +66,9 @@ class Database:
         return self._jobs.qsize()
 
     async def vacuum(self) -> None:
-        """Give free pages back to the file system."""
-        await self.write(lambda db: db.execute("PRAGMA incremental_vacuum").fetchall() and None)
+        """Give free pages back to the file system, some at a time, so that writes need not wait for long."""
+        while await self.write(_vacuum):
+            pass
 
     async def close(self) -> None:
         """Commit what waits, then let go of the file."""
@@ -144,6 +146,15 @@ class Database:
                 done.set_result(result)
             else:
                 done.set_exception(error)
+
+
+def _vacuum(connection: sqlite3.Connection) -> int:
+    """The number of pages given back."""
+    (free,) = connection.execute("PRAGMA freelist_count").fetchone()
+    pages = min(free, _VACUUM_PAGES)
+    for _ in range(pages):
+        connection.execute("PRAGMA incremental_vacuum(1)")  # the module steps it once, which frees one page
+    return pages
 
 
 def _not_written(error: sqlite3.Error) -> StoreError:
