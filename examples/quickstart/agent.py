@@ -24,7 +24,7 @@ EXAMPLE = [
 
 def main(question: str) -> None:
     client, turns = OpenAI(), []
-    messages = [{"role": "system", "content": SYSTEM}, *EXAMPLE, {"role": "user", "content": question}]
+    messages: list = [{"role": "system", "content": SYSTEM}, *EXAMPLE, {"role": "user", "content": question}]
     for max_tokens in (16, 12):
         answer = client.chat.completions.create(model="policy", messages=messages, max_tokens=max_tokens).choices[0]
         text = answer.message.content or ""
