@@ -57,8 +57,10 @@ def measure(engine: EmbeddedEngine, case: str, batch: list[list[int]], new: int,
 def raw_decoding(model: PreTrainedModel, batch: int, new: int) -> Row:
     """transformers' forward with its cache, greedy, no log-probabilities, without the time of the prompts."""
     cache = DynamicCache(config=model.config)
-    ids = torch.randint(model.config.vocab_size, (batch, PROMPT))
+    ids = torch.randint(model.config.vocab_size, (1, PROMPT))
     model(input_ids=ids, cache=cache, logits_to_keep=1)
+    cache.batch_repeat_interleave(batch)
+    ids = ids.repeat(batch, 1)
     began, cpu = time.perf_counter(), time.process_time()
     for _ in range(new):
         ids = model(input_ids=ids[:, -1:], cache=cache).logits[:, -1].argmax(-1, keepdim=True)
