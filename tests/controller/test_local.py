@@ -189,6 +189,18 @@ def test_preloaded_scripts_run_as_main(gateway: Gateway, tmp_path: Path) -> None
     assert gateway.ended(rollout).status.error_message == "local subprocess exited with code 4"
 
 
+def test_an_evaluation_is_forked_like_its_agent(gateway: Gateway, tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text("open('answer', 'w').write('1')")
+    (tmp_path / "grade.py").write_text(
+        "import sys, harness_agents; harness_agents.reward(warm='decimal' in sys.modules, answer=open('answer').read())"
+    )
+    command, evaluate = ([sys.executable, name] for name in ("agent.py", "grade.py"))
+    run = LocalRun(command=command, evaluate=evaluate, preload=["decimal"], cwd=str(tmp_path), copy_cwd=True)
+    (rollout,) = gateway.post(run)
+    assert gateway.ended(rollout).status.state == "succeeded"
+    assert reward_of(gateway, rollout) == {"value": 1.0, "warm": True, "answer": "1"}
+
+
 def test_preload_needs_a_python_command(gateway: Gateway) -> None:
     (rollout,) = gateway.post(LocalRun(command=["sh", "-c", "true"], preload=["json"]))
     assert "[python, script.py" in (gateway.ended(rollout).status.error_message or "")

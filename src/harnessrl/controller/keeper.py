@@ -185,6 +185,7 @@ class Keeper:
                 self._become_agent(stage, env, output)
             if self.agent_fd is not None:
                 os.close(self.agent_fd)
+                self.agent_fd = None
         if self.spec["memory_mb"]:
             import resource
 

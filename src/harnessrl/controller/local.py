@@ -232,7 +232,7 @@ class LocalRunner:
         def add(name: str, command: list[str], env: dict[str, str]) -> None:
             argv = [rendered(item, claim) for item in command]
             python, warm = _python_command(argv, env)
-            how = warm if warm and python == warmth.python else {"argv": argv}
+            how = warm if warm and warmth.preload and python == warmth.python else {"argv": argv}
             stages.append({"name": name, "env": env, "cwd": cwd, **how})
 
         if source and run.copy_cwd:
