@@ -192,7 +192,7 @@ def test_preloaded_scripts_run_as_main(gateway: Gateway, tmp_path: Path) -> None
 def test_an_evaluation_is_forked_like_its_agent(gateway: Gateway, tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text("open('answer', 'w').write('1')")
     (tmp_path / "grade.py").write_text(
-        "import sys, harness_agents; harness_agents.reward(warm='decimal' in sys.modules, answer=open('answer').read())"
+        "import sys, harness_agents as a; a.reward(warm='decimal' in sys.modules, answer=open('answer').read())"
     )
     command, evaluate = ([sys.executable, name] for name in ("agent.py", "grade.py"))
     run = LocalRun(command=command, evaluate=evaluate, preload=["decimal"], cwd=str(tmp_path), copy_cwd=True)

@@ -15,6 +15,7 @@ COMMANDS = (
     "eval",
     "gateway",
     "key",
+    "probe",
     "quickstart",
     "rollouts",
     "train",
