@@ -1,10 +1,12 @@
 """Model calls as Agent Lightning v1.0 has them, at an engine that returns token ids (the rest: test_api.py)."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
+import orjson
 import pytest
 from aiohttp import web
 from gateway_kit import KEY, client_of
@@ -27,17 +29,14 @@ async def http(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-@pytest.fixture
-async def broken_engine() -> AsyncIterator[str]:
-    async def refuse(_: web.Request) -> web.Response:
-        return web.json_response({"error": {"message": "too long", "type": "invalid_request_error"}}, status=400)
-
+@asynccontextmanager
+async def engine(answer: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> AsyncIterator[str]:
+    """The URL of an engine that answers so."""
     app = web.Application()
-    app.router.add_post("/v1/chat/completions", refuse)
+    app.router.add_post("/v1/chat/completions", answer)
     runner = web.AppRunner(app)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
     yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
     await runner.cleanup()
 
@@ -112,15 +111,40 @@ async def test_what_is_not_there_is_404_or_503(http: httpx.AsyncClient, engine_u
     assert (await http.post(path, json={})).status_code == 404
 
 
-async def test_an_engines_400_is_passed_on_and_recorded(http: httpx.AsyncClient, broken_engine: str):
-    await register(http, broken_engine)
+async def test_an_engines_400_is_passed_on_and_recorded(http: httpx.AsyncClient):
+    async def refuse(_: web.Request) -> web.Response:
+        return web.json_response({"error": {"message": "too long", "type": "invalid_request_error"}}, status=400)
+
     rollout_id = await rollout(http)
-    response = await call(http, rollout_id)
+    async with engine(refuse) as url:
+        await register(http, url)
+        response = await call(http, rollout_id)
     assert (response.status_code, response.json()["error"]["message"]) == (400, "too long")
     (triplet,) = await requests(http, rollout_id, "triplet")
     assert (triplet["prompt_token_ids"], triplet["response_token_ids"]) == ([], [])
     assert (triplet["http_status"], triplet["status"]) == (400, "error")
     assert triplet["error"] == response.json()["error"]
+
+
+async def test_a_stream_that_was_not_asked_for_is_answered_whole(http: httpx.AsyncClient):
+    async def stream(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        for n, word in enumerate(("a", "b")):
+            logprobs = {"content": [{"token": word, "logprob": -0.5}]}
+            choice = {"index": 0, "delta": {"content": word}, "token_ids": [n], "logprobs": logprobs}
+            chunk = {"choices": [choice], **({"prompt_token_ids": [7]} if n == 0 else {})}
+            await response.write(b"data: " + orjson.dumps(chunk) + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    rollout_id = await rollout(http)
+    async with engine(stream) as url:
+        await register(http, url)
+        response = await call(http, rollout_id)
+    assert response.json()["choices"][0]["message"]["content"] == "ab"
+    (triplet,) = await requests(http, rollout_id, "triplet")
+    assert (triplet["prompt_token_ids"], triplet["response_token_ids"]) == ([7], [0, 1])
 
 
 async def test_a_paused_gateway_says_so_at_once(http: httpx.AsyncClient, engine_url: str):

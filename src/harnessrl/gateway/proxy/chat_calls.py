@@ -162,7 +162,8 @@ class ChatCall:
                         if data == b"[DONE]":
                             break
                         assembled.add(endpoint, data)
-                        await self._exchange.write(b"data: " + data + b"\n\n", self._headers)
+                        if self._body.get("stream") is True:
+                            await self._exchange.write(b"data: " + data + b"\n\n", self._headers)
                     whole = assembled.whole()
                     return endpoint, b"" if self._exchange.started else orjson.dumps(whole), whole
             except EngineFailed as error:
