@@ -2,10 +2,11 @@
 PYTHON ?= python3
 VENV ?= .venv
 RUN = $(VENV)/bin/python
+HARNESSES ?= .venv-harnesses
 TORCH ?= torch==2.13.0
 STAMP = $(VENV)/.installed
 
-.PHONY: setup quickstart test test-fast lint bench clean
+.PHONY: setup harnesses quickstart test test-fast lint bench clean
 
 setup: $(STAMP)
 
@@ -22,7 +23,16 @@ $(STAMP): pyproject.toml
 quickstart: setup
 	$(VENV)/bin/harnessrl quickstart
 
-test: test-fast
+# The real harnesses of the conformance suite, in an environment of their own.
+harnesses: $(HARNESSES)/.installed
+
+$(HARNESSES)/.installed: tests/conformance/requirements.txt
+	$(PYTHON) -m venv $(HARNESSES)
+	$(HARNESSES)/bin/python -m pip install --quiet --upgrade pip
+	$(HARNESSES)/bin/python -m pip install --quiet -r tests/conformance/requirements.txt
+	@touch $@
+
+test: test-fast harnesses
 	$(RUN) -m pytest -m slow
 
 test-fast: setup lint
@@ -37,4 +47,4 @@ bench: setup
 	@for module in benchmarks/*.py; do $(RUN) -m benchmarks.$$(basename $$module .py) --quick || exit 1; done
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache build dist
+	rm -rf $(VENV) $(HARNESSES) .pytest_cache .ruff_cache build dist

@@ -1,7 +1,7 @@
 """Real harnesses, unchanged, against the gateway: each ends well, and every sampled token is in exactly one row.
 
-They run in an environment of their own (`make harnesses`, or HARNESS_PYTHON); the engine plays back awkward answers.
-With HARNESS_REPORT set to a file, the results are written there for `docs/harnesses.md`.
+They run in an environment of their own (`make harnesses`, or HARNESS_PYTHON); the engine plays back awkward
+answers. With HARNESS_REPORT set to a file, the results are written there for `docs/harnesses.md`.
 """
 
 import asyncio
@@ -43,7 +43,10 @@ def call(name: str, **arguments: Any) -> str:
     return f'<tool_call>\n{{ "name": "{name}",  "arguments": {body}}}\n</tool_call>'
 
 
-LOOKUPS = ["  I look, 日本.\n\n" + call("lookup", query="é/\n1"), call("lookup", query="a") + call("lookup", query="b")]
+LOOKUPS = [
+    "  I look, 日本.\n\n" + call("lookup", query="é/\n1"),
+    call("lookup", query="a") + call("lookup", query="b"),
+]
 REPLIES = [*LOOKUPS, "Done: 😀 42 "]
 MALFORMED = [LOOKUPS[0], 'So <tool_call>{"name": "lookup", "arguments": {</tool_call>']
 
@@ -63,7 +66,9 @@ class Case:
 
 STREAM = ("--stream",)
 MINI = [call("bash", command="echo é"), call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; echo 42")]
-SMOL = [LOOKUPS[0], call("final_answer", answer="42")]
+FORCED = '{}", "arguments": {}}}\n</tool_call>'
+"""What a model says after the beginning of a call that the request forced on it."""
+SMOL = [FORCED.format("lookup", '{"query": "é"}'), FORCED.format("final_answer", '{"answer": "42"}')]
 CASES = [
     *(Case(s, a) for s in ("openai_chat", "openai_responses", "anthropic_messages") for a in ((), STREAM)),
     *(Case(s, (), MALFORMED, says="So") for s in ("openai_chat", "openai_responses", "anthropic_messages")),
@@ -81,9 +86,10 @@ CASES = [
 @pytest.mark.skipif(not PYTHON.exists(), reason="needs `make harnesses`")
 @pytest.mark.parametrize("case", CASES, ids=str)
 async def test_harness(case: Case, tmp_path: Path) -> None:
-    async with ScriptedEngine(TOKENIZER, case.replies) as engine, proxied(
-        tmp_path, engine.endpoint(TINY, max_model_len=65536)
-    ) as gateway:
+    async with (
+        ScriptedEngine(TOKENIZER, case.replies) as engine,
+        proxied(tmp_path, engine.endpoint(TINY, max_model_len=65536)) as gateway,
+    ):
         said = await run(gateway, case)
         calls = await gateway.calls()
         report(case, [c.continuity for c in calls])
@@ -122,7 +128,7 @@ async def run(gateway: Proxied, case: Case) -> str:
         stderr=asyncio.subprocess.STDOUT,
     )
     try:
-        said, _ = await asyncio.wait_for(process.communicate(), 120)
+        said, _ = await asyncio.wait_for(process.communicate(), 400)
     finally:
         if process.returncode is None:
             process.kill()

@@ -48,23 +48,29 @@ class Proxied:
 
 @asynccontextmanager
 async def proxied(tmp_path: Path, *endpoints: Endpoint, **settings: Any) -> AsyncIterator[Proxied]:
-    async with Gateway(Settings(store=tmp_path / "store.db", **settings)) as gateway:
-        config = uvicorn.Config(gateway, http="httptools", ws="none", lifespan="off", log_config=None, port=0)
-        server = uvicorn.Server(config)
-        server.install_signal_handlers = lambda: None  # type: ignore[method-assign]
-        serving = asyncio.create_task(server.serve())
-        while not server.started:
-            await asyncio.sleep(0.005)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        proxy = Proxied(gateway, f"http://127.0.0.1:{port}", "")
+    async with Gateway(Settings(store=tmp_path / "store.db", **settings)) as gateway, served(gateway, "off") as url:
+        proxy = Proxied(gateway, url, "")
         await proxy.register(*endpoints)
         await proxy.new_rollout()
-        try:
-            yield proxy
-        finally:
-            server.should_exit = True
-            with contextlib.suppress(asyncio.CancelledError):
-                await serving
+        yield proxy
+
+
+@asynccontextmanager
+async def served(app: Any, lifespan: Any = "on") -> AsyncIterator[str]:
+    """The URL of an ASGI application, served by uvicorn in this process."""
+    config = uvicorn.Config(app, http="httptools", ws="none", lifespan=lifespan, log_config=None, port=0)
+    server = uvicorn.Server(config)
+    server.install_signal_handlers = lambda: None  # type: ignore[method-assign]
+    serving = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.005)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        with contextlib.suppress(asyncio.CancelledError):
+            await serving
 
 
 def contexts(calls: list[Call]) -> dict[str, np.ndarray]:
@@ -73,4 +79,4 @@ def contexts(calls: list[Call]) -> dict[str, np.ndarray]:
     return {c.call_id: np.concatenate([prompts[c.call_id], np.asarray(c.sampled_ids)]) for c in calls}
 
 
-__all__ = ["TINY", "TOKENIZER", "Proxied", "ScriptedEngine", "contexts", "proxied"]
+__all__ = ["TINY", "TOKENIZER", "Proxied", "ScriptedEngine", "contexts", "proxied", "served"]

@@ -35,6 +35,8 @@ class ScriptedEngine:
         self.delay = delay
         self.fail: Callable[[int], str | None] = lambda _: None
         """What goes wrong with the n-th request: 500, 429, die (in mid-answer), abort, short, nan, html."""
+        self.scaled = False
+        """Whether log-probabilities know of the temperature."""
         self.max_model_len = max_model_len
         replies = list(reply) if not callable(reply) else []
         self._reply = reply if callable(reply) else lambda _: replies.pop(0)
@@ -118,7 +120,8 @@ class ScriptedEngine:
     ) -> None:
         choice: dict[str, Any] = {"index": 0, "token_ids": ids, "finish_reason": finish_reason}
         if "logprobs" in params:
-            values = [float("nan") if fault == "nan" else -0.25 - 0.001 * (i % 100) for i in ids]
+            scale = params["temperature"] if self.scaled else 1.0
+            values = [float("nan") if fault == "nan" else (-0.25 - 0.001 * (i % 100)) / scale for i in ids]
             entries = [{"token": str(i), "logprob": v} for i, v in zip(ids, values, strict=True)]
             choice["logprobs"] = {"content": [] if fault == "short" else entries}
         chunk = json.dumps({"request_id": "r", "choices": [choice]})

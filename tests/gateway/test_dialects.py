@@ -9,9 +9,10 @@ import anthropic
 import openai
 import pytest
 from families import TOKENIZER as FAMILY_TOKENIZER
-from proxy_kit import TINY, TOKENIZER, Proxied, ScriptedEngine, proxied
+from proxy_kit import TINY, TOKENIZER, Proxied, ScriptedEngine, proxied, served
 
 from harnessrl.gateway.chat import renderer
+from harnessrl.gateway.settings import Settings
 
 CALL = '<tool_call>\n{ "name": "bash",  "arguments": {"command": "echo h\\u00e9", "timeout": 50.0}}\n</tool_call>'
 SCHEMA = {"type": "object", "properties": {"command": {"type": "string"}}}
@@ -269,10 +270,42 @@ async def test_sampling_is_known_and_what_was_overridden_is_said(tmp_path: Path)
 async def test_agents_are_known_by_name(tmp_path: Path) -> None:
     async with (
         ScriptedEngine(TOKENIZER, lambda _: "x") as engine,
-        proxied(tmp_path, engine.endpoint(TINY)) as gateway,
+        proxied(tmp_path, engine.endpoint(TINY), agent=("planner=You plan",)) as gateway,
     ):
         ask: Any = {"messages": [{"role": "user", "content": "Go"}]}
         await gpt(gateway).chat.completions.create(model="policy/writer", **ask)
         await gpt(gateway, default_headers={"x-agent-name": "checker"}).chat.completions.create(model="m", **ask)
         await gpt(gateway).chat.completions.create(model="m", **ask)
-        assert [c.agent for c in await gateway.calls()] == ["writer", "checker", None]
+        plan: Any = [{"role": "system", "content": "You plan."}, *ask["messages"]]
+        await gpt(gateway).chat.completions.create(model="m", messages=plan)
+        assert [c.agent for c in await gateway.calls()] == ["writer", "checker", None, "planner"]
+
+
+async def test_an_engine_whose_logprobs_ignore_temperature_is_refused(tmp_path: Path) -> None:
+    async with (
+        ScriptedEngine(TOKENIZER, lambda _: "x") as engine,
+        proxied(tmp_path, engine.endpoint(TINY), train_temperature=0.7) as gateway,
+    ):
+        ask: Any = {"model": "m", "messages": [{"role": "user", "content": "Go"}]}
+        with pytest.raises(openai.InternalServerError, match="processed_logprobs"):
+            await gpt(gateway).chat.completions.create(**ask)
+        engine.scaled = True
+        await gateway.gateway.proxy.endpoints_changed()
+        await gpt(gateway).chat.completions.create(**ask)
+
+
+async def test_serve_speaks_the_same_without_rollouts() -> None:
+    from harnessrl.gateway.served import ServeApp
+
+    async with ScriptedEngine(TOKENIZER, ["one", "two", "three"]) as engine:
+        app = ServeApp(engine.endpoint(TINY), Settings(store=Path()))
+        async with served(app) as url:
+            client = openai.AsyncOpenAI(base_url=f"{url}/openai/v1", api_key="k")
+            messages: Any = [{"role": "user", "content": "Go"}]
+            for expected in ("first", "exact"):
+                raw = await client.chat.completions.with_raw_response.create(model="m", messages=messages)
+                assert raw.headers["x-harnessrl-continuity"] == expected
+                messages += [raw.parse().choices[0].message, {"role": "user", "content": "on"}]
+            other = anthropic.AsyncAnthropic(base_url=f"{url}/anthropic", api_key="k")
+            await other.messages.create(model="m", max_tokens=9, messages=[{"role": "user", "content": "Hi"}])
+            assert [m.id async for m in client.models.list()] == ["policy", "policy-model"]

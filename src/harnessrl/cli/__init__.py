@@ -18,6 +18,7 @@ COMMANDS = (
     "probe",
     "quickstart",
     "rollouts",
+    "serve",
     "train",
 )
 """Modules of this package; each registers its command when it is imported."""

@@ -26,6 +26,9 @@ def gateway(
     keep_bytes: Annotated[
         int | None, Option(help="Remove the oldest consumed rollouts while the store is larger.", min=0)
     ] = None,
+    agent: Annotated[
+        list[str] | None, Option(help="NAME=REGEX: calls whose system text matches are that agent's. Repeatable.")
+    ] = None,
     train_temperature: Annotated[float, Option(help="Of training calls, whatever the harness asks.", min=0)] = 1.0,
     val_temperature: Annotated[
         float | None, Option(help="Of evaluation calls; default: as the harness asks.", min=0)
@@ -49,5 +52,6 @@ def gateway(
     from harnessrl.gateway.server import admin_key, serve
     from harnessrl.gateway.settings import Settings, is_loopback
 
+    options["agent"] = tuple(agent or ())
     options["key"] = admin_key(key, is_loopback(host), store)
     serve(Settings(**options))

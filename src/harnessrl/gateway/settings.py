@@ -29,6 +29,8 @@ class Settings:
     log_level: str = "info"
     """`debug` shows each call."""
 
+    agent: tuple[str, ...] = ()
+    """Rules NAME=REGEX: whose system text matches is the agent of that name."""
     train_temperature: float = 1.0
     """Temperature of training calls, whatever the harness asks for."""
     val_temperature: float | None = None

@@ -8,7 +8,8 @@ import anthropic
 
 client = anthropic.Anthropic()
 tools = [
-    {"name": t["function"]["name"], "input_schema": t["function"]["parameters"]} for t in json.loads(os.environ["TOOLS"])
+    {"name": t["function"]["name"], "input_schema": t["function"]["parameters"]}
+    for t in json.loads(os.environ["TOOLS"])
 ]
 messages = [{"role": "user", "content": os.environ["TASK"]}]
 while True:

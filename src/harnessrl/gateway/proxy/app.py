@@ -1,7 +1,8 @@
 """The model proxy: a plain ASGI application for the paths under /proxy/rollout/.
 
-Invariant: a call's record is durable before the end of its answer is sent, as undelivered; it is marked delivered
-once the last byte was written to a client that was still there, or once a later request contains the answer.
+Invariant: a call's record is durable before the end of its answer is sent. It says delivered only if the client is
+still there then, and no longer when the client turns out to have left before the last byte; a later request that
+contains the answer settles it.
 """
 
 import re
@@ -21,6 +22,7 @@ from harnessrl.gateway.proxy.context import Context, Services
 from harnessrl.gateway.proxy.engine import Engines
 from harnessrl.gateway.proxy.exchange import ClientGone, Exchange
 from harnessrl.gateway.proxy.gate import Gate, Paused
+from harnessrl.gateway.proxy.probe import Probe
 from harnessrl.gateway.proxy.routing import Routing
 from harnessrl.gateway.proxy.token_calls import TokenCall, count_tokens
 from harnessrl.gateway.settings import Settings
@@ -39,8 +41,9 @@ class ProxyApp:
         self._auth = auth
         self._gate = gate
         self._engines = Engines(settings.connect_seconds, settings.read_seconds, settings.health_seconds)
-        self._routing = Routing(settings.model)
-        self._services = Services(store, settings, gate, self._engines, self._routing, metrics)
+        self._routing = Routing(settings.model, settings.agent)
+        self._probe = Probe(self._engines)
+        self._services = Services(store, settings, gate, self._engines, self._routing, metrics, self._probe)
         self._attempts = Attempts(store)
         self._calls = 0
 
@@ -62,6 +65,7 @@ class ProxyApp:
         """The registered engines are others now; returns when calls go by the new list."""
         self._routing.endpoints = await self._store.endpoints()
         self._engines.forget()
+        self._probe.forget()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         exchange = Exchange(scope, receive, send)

@@ -101,10 +101,12 @@ class ChatCall:
         record = self._record(endpoint, captured)
         request = self._request()
         if request is not None:
+            record.agent = record.agent or self._services.routing.agent(request.messages)
             self._continuity(record, request, captured)
         if captured.problem is not None and self._context.mode == "train" and self._route.trainable:
             record.trainable, record.capture_failed = False, True
             record.untrainable_reason = captured.problem
+        record.delivered = not self._exchange.gone
         await self._services.keep(record, self._context.upstream)
         if request is not None and captured.message is not None and len(captured.prompt_ids):
             context = np.concatenate([captured.prompt_ids, captured.sampled_ids])
@@ -113,8 +115,8 @@ class ChatCall:
             delivered = await self._exchange.end(b"data: [DONE]\n\n")
         else:
             delivered = await self._exchange.answer(200, answer, self._headers)
-        if delivered:
-            await self._store.set_delivered(record.call_id, True)
+        if not delivered:
+            await self._store.set_delivered(record.call_id, False)
 
     def _rewritten(self) -> tuple[Json, list[str]]:
         """What is sent upstream, and what of the harness's sampling was overridden."""

@@ -11,6 +11,7 @@ from harnessrl.gateway.metrics import Metrics
 from harnessrl.gateway.proxy.attempts import Attempt
 from harnessrl.gateway.proxy.engine import Engines
 from harnessrl.gateway.proxy.gate import Gate
+from harnessrl.gateway.proxy.probe import Probe
 from harnessrl.gateway.proxy.routing import Routing
 from harnessrl.gateway.settings import Settings
 from harnessrl.gateway.store import CallRecord, Store
@@ -29,6 +30,7 @@ class Services:
     engines: Engines
     routing: Routing
     metrics: Metrics
+    probe: Probe
 
     async def keep(self, call: CallRecord, upstream_seconds: float) -> None:
         """Record a call; durable when this returns."""

@@ -1,10 +1,11 @@
 """Which model a request means, and which agent within the harness sends it."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from harnessrl.schemas import Endpoint
+from harnessrl.schemas import Endpoint, Json
 
 __all__ = ["Route", "Routing"]
 
@@ -22,8 +23,10 @@ class Route:
 class Routing:
     """`policy`, `policy/NAME` and any unknown name mean the policy; helpers are called by their own name."""
 
-    def __init__(self, policy: str | None):
+    def __init__(self, policy: str | None, agents: Sequence[str] = ()):
+        """agents: rules `NAME=REGEX` on the system text, for harnesses that don't name their agents."""
         self._policy = policy
+        self._rules = [_rule(rule) for rule in agents]
         self.endpoints: list[Endpoint] = []
 
     def route(self, name: Any, headers: Mapping[bytes, bytes]) -> Route:
@@ -37,6 +40,13 @@ class Routing:
         serving = [endpoint for endpoint in self.endpoints if endpoint.model == model]
         trainable = model == policy and all(endpoint.trainable is not False for endpoint in serving)
         return Route(model or "", serving, trainable, agent)
+
+    def agent(self, messages: Sequence[Json]) -> str | None:
+        """The agent that the system text tells of, by the first rule that matches."""
+        if not self._rules:
+            return None
+        system = "\n".join(m["content"] for m in messages if m["role"] == "system")
+        return next((name for name, pattern in self._rules if pattern.search(system)), None)
 
     @property
     def policy(self) -> str | None:
@@ -53,3 +63,13 @@ class Routing:
     def models(self) -> list[str]:
         """All names that mean something here, the policy's alias first."""
         return list(dict.fromkeys(["policy", *(endpoint.model for endpoint in self.endpoints)]))
+
+
+def _rule(text: str) -> tuple[str, re.Pattern[str]]:
+    name, found, pattern = text.partition("=")
+    try:
+        if name and found:
+            return name, re.compile(pattern)
+        raise re.error("no NAME= before it")
+    except re.error as error:
+        raise ValueError(f"The agent rule {text!r} is not NAME=REGEX: {error}.") from error

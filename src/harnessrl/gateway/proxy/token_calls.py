@@ -48,10 +48,12 @@ class TokenCall:
         self._body = body
         self._stream: AnswerStream | None = None
         self._opening = b""
+        self._agent: str | None = None
         self._headers: list[tuple[bytes, bytes]] = []
 
     async def serve(self) -> None:
         request = self._dialect.parse(self._body)
+        self._agent = self._route.agent or self._services.routing.agent(request.messages)
         chat = chat_of(self._services, self._context.mode, self._route, request)
         await self._context.attempt.rebuild_once(lambda attempt: self._rebuild(attempt, chat))
         prompt = await prompt_of(chat, self._context.attempt.memory, request)
@@ -87,6 +89,8 @@ class TokenCall:
             sample = Sample(self._context.call_id, 0, chat, request, prompt, Plan({}, 1.0))
             await self._services.keep(self._failed_record(sample, error), self._context.upstream)
             raise
+        if mode == "train" and trainable and how.temperature != 1.0:
+            await self._check_temperature(prompt, how)
         if request.grammar is not None:
             if facts.get("owned_by") != "vllm":
                 raise RequestError(
@@ -96,6 +100,16 @@ class TokenCall:
             schema = request.grammar.get("schema")
             how.params["structured_outputs"] = {"json": schema} if schema else {"json_object": True}
         return how
+
+    async def _check_temperature(self, prompt: Prompt, how: Plan) -> None:
+        endpoint = self._route.endpoints[0]
+        if await self._services.probe.ignores_temperature(endpoint, prompt.ids.tolist(), how.params):
+            raise RequestError(
+                f"The log-probabilities of {endpoint.endpoint} ignore the temperature: train at temperature 1, or "
+                "start vLLM with --logprobs-mode processed_logprobs.",
+                503,
+                "logprobs_ignore_temperature",
+            )
 
     async def _rebuild(self, attempt: Attempt, chat: Chat) -> None:
         """Remember what an earlier gateway recorded of this attempt."""
@@ -156,6 +170,7 @@ class TokenCall:
         for sample, answer in zip(samples, answers, strict=True):
             record = self._record(sample)
             record.response = whole if sample.index == 0 else {}
+            record.delivered = not self._exchange.gone
             await self._services.keep(record, self._context.upstream)
             parent = record.parent if record.continuity == "exact" else None
             memory = self._context.attempt.memory
@@ -165,9 +180,9 @@ class TokenCall:
         else:
             data = self._take_opening() + b"".join(sample.take(self._stream) for sample in samples)
             delivered = await self._exchange.end(data + b"".join(self._stream.end(answers)), self._headers)
-        if delivered:
+        if not delivered:
             for sample in samples:
-                await self._store.set_delivered(sample.call_id, True)
+                await self._store.set_delivered(sample.call_id, False)
 
     async def _end_failed(self, samples: list["Sample"], failure: Exception) -> None:
         if isinstance(failure, EngineFailed):
@@ -205,7 +220,7 @@ class TokenCall:
             model=route.model,
             endpoint=endpoint.endpoint,
             model_version=generation.versions[-1][0] if generation.versions else endpoint.version,
-            agent=route.agent,
+            agent=self._agent,
             request={**self._body, "harnessrl": {"sampling": generation.params, "notes": sample.how.notes}},
             response={},
             prompt_ids=generation.prompt,
