@@ -1,15 +1,20 @@
 """Concurrency, order, leases, and what becomes of agents when a controller or the gateway dies."""
 
+import asyncio
 import os
 import signal
+import sys
 import time
 import uuid
 from collections import Counter
 from pathlib import Path
 
+import pytest
 from processes import Gateway, Start, alive, until
 
 from harnessrl.client import create_rollouts, get_events, list_rollouts, pause, resume
+from harnessrl.controller.environment import StartError
+from harnessrl.controller.warm import WarmServers, Warmth
 from harnessrl.schemas import LocalRun, NewRollout, Pause, RolloutConfig
 
 
@@ -179,3 +184,27 @@ def test_waiting_for_an_update_is_not_counted(gateway: Gateway, start: Start) ->
         gateway.ask(resume())
     status = gateway.ended(held).status
     assert status.state == "succeeded" and (status.held_seconds or 0) > 5, status
+
+
+def test_memory_is_limited(gateway: Gateway, start: Start) -> None:
+    start("--memory-mb", "100")
+    hungry = "import time; time.sleep(0.2); bytearray(300 << 20)"
+    (rollout,) = gateway.post(LocalRun(command=[sys.executable, "-c", hungry]))
+    assert "exited with code 1" in (gateway.ended(rollout).status.error_message or "")
+    assert "MemoryError" in gateway.ask(get_events(rollout.rollout_id, "log"))[0].data["text"]
+
+
+def test_an_import_that_hangs_does_not_hang_the_controller(
+    gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hanging.py").write_text("import time; time.sleep(60)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr("harnessrl.controller.warm.START_SECONDS", 0.5)
+
+    async def fork() -> None:
+        servers = WarmServers(tmp_path / "log", frozenset())
+        with pytest.raises(StartError, match="hanging did not get ready"):
+            await servers.fork(Warmth(preload=("hanging",)), str(tmp_path))
+        servers.close()
+
+    asyncio.run(fork())

@@ -17,6 +17,7 @@ import select
 import signal
 import subprocess
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -156,11 +157,13 @@ class Keeper:
         status, stopped = self._keep(pid, output)
         os.close(output)
         number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+        code = None if number else os.WEXITSTATUS(status)
+        killed = number == signal.SIGKILL or code == 128 + signal.SIGKILL  # itself, or a shell's child
         return {
             "stage": stage["name"],
-            "code": None if number else os.WEXITSTATUS(status),
+            "code": code,
             "signal": number,
-            "oom": number == signal.SIGKILL and not stopped and _oom_kills() > oom_before,
+            "oom": killed and not stopped and _oom_kills() > oom_before,
             "stopped": stopped,
         }
 
@@ -207,6 +210,7 @@ class Keeper:
             null = os.open(os.devnull, os.O_RDONLY)
             for source, target in ((null, 0), (output, 1), (output, 2)):
                 os.dup2(source, target)
+            os.close(output)
             os.close(self.wake_read)
             os.close(self.wake_write)
             os.environ.clear()
@@ -214,6 +218,8 @@ class Keeper:
             os.chdir(stage["cwd"])
             self.run_python(stage["python"])
             code = 0
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(code)
 

@@ -43,6 +43,7 @@ T = TypeVar("T")
 _LOST = (aiohttp.ClientError, asyncio.TimeoutError, OSError)
 _WATCH_SECONDS = 240
 _LOG_LINES = 2000
+_GONE_SECONDS = 120
 
 
 @dataclass(frozen=True)
@@ -95,10 +96,18 @@ class KubernetesAttempt:
         self._log = await self._runner.read_log(self.seen)
         if self._stopped or not (end.ok or has_ended(self.seen)):
             await self._runner.delete_job(self.job)
-            while self.seen.job is not None:
-                self.changed.clear()
-                await self.changed.wait()
+            await self._gone()
         return end
+
+    async def _gone(self) -> None:
+        """Until the Job is deleted, and with it its pod; a node that does not answer can keep both for ever."""
+        try:
+            async with asyncio.timeout(_GONE_SECONDS):
+                while self.seen.job is not None:
+                    self.changed.clear()
+                    await self.changed.wait()
+        except TimeoutError:
+            log.warning("Job %s is still not gone: the cluster has to see to it", self.job)
 
     def _stop_verdict(self) -> AttemptEnd | None:
         if self._stopped is None:

@@ -125,6 +125,8 @@ class Controller:
         self._wake = asyncio.Event()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._attempts: dict[str, Attempt] = {}
+        self._starting: set[str] = set()
+        """Claimed, not yet started."""
         self._failures: dict[str, tuple[int, float]] = {}
         """Infrastructure failures in a row and when to try again, of rollouts that failed here."""
         self._claims = asyncio.Semaphore(_CLAIMS_AT_ONCE)
@@ -242,12 +244,15 @@ class Controller:
         except httpx.HTTPError:
             self._look_again()
             return
+        self._starting.add(rollout.rollout_id)
         try:
             attempt = await self._runner.start(claim)
         except StartError as error:
             end = AttemptEnd(ok=False, error_message=str(error), failure_kind="infra")
             await self._report(rollout.rollout_id, claim.attempt_id, end)
             return
+        finally:
+            self._starting.discard(rollout.rollout_id)
         if attempt.job:
             await self._persist(patch_rollout(rollout.rollout_id, StatusPatch(k8s_job_name=attempt.job)))
         await self._see_through(attempt)
@@ -310,8 +315,8 @@ class Controller:
         while True:
             self._runner.heartbeat()
             try:
-                if self._attempts:
-                    await self._renew(list(self._attempts))
+                if ours := [*self._attempts, *self._starting]:
+                    await self._renew(ours)
             except (httpx.HTTPError, GatewayError) as error:
                 log.warning("leases not renewed: %s", error or type(error).__name__)
             await asyncio.sleep(self._pace.lease_seconds / 3)

@@ -16,6 +16,10 @@ MAX_SERVERS = 8
 """The least recently used one beyond this ends; its attempts go on."""
 
 
+START_SECONDS = 120
+"""Importing what agents need takes no longer, or something hangs."""
+
+
 @dataclass(frozen=True)
 class Warmth:
     """What an interpreter has imported before an attempt asks for it."""
@@ -56,7 +60,13 @@ class WarmServers:
         except ConnectionError as error:
             server.waiting.pop(folder, None)
             raise StartError(f"the fork server ended; see {self._log}") from error
-        return await answer
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                return await answer
+        except TimeoutError:
+            server.process.kill()  # what else waits for it fails likewise
+            what = ", ".join([*warmth.preload, *filter(None, [warmth.agent_module])]) or warmth.python
+            raise StartError(f"{what} did not get ready to start agents within {START_SECONDS} s") from None
 
     def close(self) -> None:
         for warmth in list(self._servers):
