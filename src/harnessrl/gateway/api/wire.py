@@ -13,6 +13,8 @@ from harnessrl.gateway.body import parse_json
 
 if TYPE_CHECKING:
     from harnessrl.gateway.app import Gateway
+else:
+    Gateway = Any  # which imports this module
 
 __all__ = ["AttemptId", "CallerDep", "GatewayDep", "GuardedRoute", "RolloutId", "answer"]
 
@@ -83,7 +85,7 @@ class GuardedRoute(APIRoute):
         return guarded
 
 
-async def _gateway(request: Request) -> "Gateway":
+async def _gateway(request: Request) -> Gateway:
     return request.app.state.gateway
 
 
@@ -91,5 +93,5 @@ async def _caller(request: Request) -> Caller:
     return request.state.caller
 
 
-GatewayDep = Annotated[Any, Depends(_gateway)]
+GatewayDep = Annotated[Gateway, Depends(_gateway)]
 CallerDep = Annotated[Caller, Depends(_caller)]
