@@ -21,12 +21,12 @@ UPDATES = 6
 pytestmark = pytest.mark.slow
 
 
-def start(tmp_path: Path) -> subprocess.Popen[bytes]:
+def start(tmp_path: Path, updates: int = UPDATES) -> subprocess.Popen[bytes]:
     settings = {
         "model.path": TINY,
         "runs_dir": tmp_path,
         "name": "run",
-        "train.updates": UPDATES,
+        "train.updates": updates,
         "train.checkpoint_every": 2,
         "collect.groups_in_flight": 8,
         "collect.groups_per_update": 4,
@@ -76,6 +76,35 @@ def final_lineage(tmp_path: Path) -> list[dict]:
     return [row for row in groups if row["lineage"] == last[row["update"]]]
 
 
+def test_a_run_survives_kills_at_random_moments(tmp_path: Path) -> None:
+    """HARNESSRL_KILLS of them, of one component or of all, each followed by a resumption."""
+    rng, kills = random.Random(1), int(os.environ.get("HARNESSRL_KILLS", "3"))
+    updates = 8 + 8 * kills
+    trainer = start(tmp_path, updates)
+    wait_for_update(tmp_path, trainer, 2)
+    for _ in range(kills):
+        time.sleep(rng.uniform(0, 4))
+        assert trainer.poll() is None, "the run ended before the last kill"
+        kill(tmp_path, rng.choice(["trainer", "gateway", "controller", "all"]), trainer)
+        trainer.kill()
+        trainer.wait()
+        trainer = resume(tmp_path)
+        time.sleep(rng.uniform(6, 12))
+    assert trainer.wait(240) == 0, (tmp_path / "train.log").read_text()[-3000:]
+    assert_each_group_was_trained_once(tmp_path, updates)
+
+
+def assert_each_group_was_trained_once(tmp_path: Path, updates: int) -> None:
+    trained = Counter(row["group_id"] for row in final_lineage(tmp_path))
+    assert len(trained) == updates * 4
+    assert set(trained.values()) == {1}
+    versions = [
+        row["policy/version"] for row in rows(tmp_path / "run" / "metrics.jsonl") if "policy/version" in row
+    ]
+    assert len(set(versions)) == len(versions)
+    assert not [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or [])]
+
+
 @pytest.mark.parametrize("who", ["trainer", "gateway", "controller", "all"])
 def test_a_killed_run_resumes_and_trains_each_group_once(tmp_path: Path, who: str) -> None:
     trainer = start(tmp_path)
@@ -87,11 +116,4 @@ def test_a_killed_run_resumes_and_trains_each_group_once(tmp_path: Path, who: st
         trainer.wait()
     again = resume(tmp_path)
     assert again.wait(180) == 0, (tmp_path / "train.log").read_text()[-3000:]
-    trained = Counter(row["group_id"] for row in final_lineage(tmp_path))
-    assert len(trained) == UPDATES * 4
-    assert set(trained.values()) == {1}
-    versions = [
-        row["policy/version"] for row in rows(tmp_path / "run" / "metrics.jsonl") if "policy/version" in row
-    ]
-    assert len(set(versions)) == len(versions)
-    assert not [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or [])]
+    assert_each_group_was_trained_once(tmp_path, UPDATES)

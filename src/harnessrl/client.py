@@ -111,6 +111,11 @@ def delete_rollout(rollout_id: str) -> Request[None]:
     return Request("DELETE", f"/api/rollouts/{_id(rollout_id)}", _nothing)
 
 
+def mark_consumed(rollout_ids: Iterable[str]) -> Request[None]:
+    """They are trained on, and a checkpoint holds what came of it: retention may remove them."""
+    return Request("POST", "/api/rollouts/consumed", _nothing, {"rollout_ids": list(rollout_ids)})
+
+
 def claim_rollout(rollout_id: str, claim: ClaimRequest) -> Request[Claim]:
     """Take a queuing rollout (409 if another controller was first)."""
     return Request("POST", f"/api/rollouts/{_id(rollout_id)}/claim", _as(Claim), claim)

@@ -12,7 +12,15 @@ from typing import Self
 import httpx
 import structlog
 
-from harnessrl.client import AsyncClient, create_rollouts, delete_rollout, get_calls, get_events, get_rollout
+from harnessrl.client import (
+    AsyncClient,
+    create_rollouts,
+    delete_rollout,
+    get_calls,
+    get_events,
+    get_rollout,
+    list_rollouts,
+)
 from harnessrl.config import AgentConfig
 from harnessrl.schemas import TERMINAL, Json, Metadata, NewRollout, RolloutConfig
 from harnessrl.trainer.rollout import FinishedRollout, finished_rollout
@@ -113,6 +121,23 @@ class Collector:
             return False
         self._changed.clear()
         return True
+
+    async def why_waiting(self, groups: Sequence[CollectedGroup]) -> str:
+        """What keeps these groups from becoming complete, and what to do about it."""
+        ids = {rollout_id for group in groups for rollout_id in group.rollout_ids} & self._running.keys()
+        running = [r for r in await self._gateway(list_rollouts("running", limit=10_000)) if r.rollout_id in ids]
+        calls = await asyncio.gather(*(self._gateway(get_calls(rollout.rollout_id)) for rollout in running))
+        silent = sum(not made for made in calls)
+        if not running:
+            return f"no controller has taken any of {len(ids)} rollouts; is one running, and free?"
+        if silent:
+            return (
+                f"{silent} of {len(running)} harness processes have not called the model; see their logs with "
+                "`harnessrl rollouts logs ID`"
+            )
+        return (
+            f"{len(running)} harnesses are still at work on {len(groups)} tasks; agent.timeout_seconds bounds them"
+        )
 
     def forget(self, group_id: str) -> CollectedGroup:
         """Take a group out of flight."""

@@ -9,7 +9,15 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from harnessrl.client import AsyncClient, delete_endpoints, pause, proxy_state, register_endpoints, resume
+from harnessrl.client import (
+    AsyncClient,
+    delete_endpoints,
+    mark_consumed,
+    pause,
+    proxy_state,
+    register_endpoints,
+    resume,
+)
 from harnessrl.schemas import Json, Pause
 from harnessrl.trainer.backends import Backend
 from harnessrl.trainer.batch import Group, Update, build_update
@@ -67,7 +75,7 @@ async def train(backend: Backend, gateway: AsyncClient, run: Run, progress: Prog
             if n == updates or (config.train.eval_every and n % config.train.eval_every == 0):
                 best = await session.evaluate(held_out)
             if best or n == updates or (config.train.checkpoint_every and n % config.train.checkpoint_every == 0):
-                session.checkpoint(best)
+                await session.checkpoint(best)
     return {
         "name": run.folder.name,
         "updates": session.updates,
@@ -97,6 +105,8 @@ class _Session:
         self._again: list[Json] = []
         """Tasks of groups that were dropped for their age."""
         self._started = 0
+        self._consumed: list[str] = []
+        """Rollouts trained on since the last checkpoint."""
         self._dropped_in_a_row = 0
         self._equal_updates = 0
         self.updates = 0
@@ -169,6 +179,7 @@ class _Session:
         await self._gateway(register_endpoints(self._backend.endpoints()))
         await self._gateway(resume())
         outcomes = self._outcomes(groups)
+        self._consumed += [rollout.rollout_id for group in groups for rollout in group.rollouts]
         staleness = [self.updates - group.started for group in groups]
         self.updates += 1
         self.rollouts += len(outcomes)
@@ -190,7 +201,7 @@ class _Session:
         self._report_failures(groups)
         self._watch_spread(groups)
 
-    def checkpoint(self, best: bool) -> None:
+    async def checkpoint(self, best: bool) -> None:
         def save(folder: Path) -> None:
             self._backend.save(folder)
             (folder / STATE).write_text(json.dumps(self.state()))
@@ -199,6 +210,9 @@ class _Session:
             self._run.save_checkpoint(self.updates, save, best)
         except OSError as error:
             self._progress.warn(f"no checkpoint of update {self.updates}: {error.strerror or error}")
+            return
+        await self._gateway(mark_consumed(self._consumed))
+        self._consumed.clear()
 
     async def _take(self) -> list[CollectedGroup]:
         """The groups of the next update, when the schedule has them."""
@@ -243,11 +257,8 @@ class _Session:
         patience = self._config.collect.patience_seconds
         if not await self._collector.changed(patience):
             groups = [self._collector.groups[group_id] for group_id in group_ids]
-            missing = sum(group.size - len(group.rollouts) for group in groups)
-            self._progress.warn(
-                f"{purpose} has waited {patience} s for {missing} rollouts of {len(groups)} tasks; "
-                "see `harnessrl rollouts ls --state running` and the controller's log"
-            )
+            reason = await self._collector.why_waiting(groups)
+            self._progress.warn(f"{purpose} has waited {patience} s: {reason}")
 
     def _drop_unusable(self) -> None:
         """A group that lost members to infrastructure trains with those it has, if enough remain."""
