@@ -45,7 +45,9 @@ class Policy:
         self.config = Config.model_validate({"model": model, "engine": engine} | sections)
         self.backend = TorchBackend(self.config)
         self.tokenizer = load_tokenizer(path)
-        self._http = httpx.Client(base_url=self.backend.endpoints()[0].endpoint, timeout=120)
+        # Kept connections would be closed by the server during a long update, and reused all the same.
+        limits = httpx.Limits(max_keepalive_connections=0)
+        self._http = httpx.Client(base_url=self.backend.endpoints()[0].endpoint, timeout=120, limits=limits)
         self._threads = ThreadPoolExecutor(64)
 
     def close(self) -> None:

@@ -32,6 +32,8 @@ class AlgorithmConfig(BaseModel):
     the mean of the others; `reinforce`: no baseline; `gae`: with a critic, along a rollout's calls."""
     gae_lambda: Fraction = 0.95
     """Between one-step (0) and whole-rollout (1) estimates in `gae`."""
+    value_lr: Positive = 1e-3
+    """Learning rate of the critic's head."""
     value_clip: Positive | None = None
     """How far the critic may move in an update; null: unbounded."""
     no_spread: Literal["skip", "keep"] = "skip"

@@ -136,3 +136,31 @@ def test_a_checkpoint_loads_in_transformers_and_samples_alike(backend: TorchBack
     expected = [logits[len(prompt) + i - 1, token].item() for i, token in enumerate(ids)]
     assert logprobs == pytest.approx(expected, abs=1e-3)
     assert json.loads((tmp_path / "harnessrl.json").read_text()) == {"version": 1, "renderer": {"name": "chatml"}}
+
+
+@pytest.mark.parametrize("backend", [{"algorithm": {"kl_coef": 0.1}}], indirect=True)
+def test_the_reference_is_the_model_that_the_run_began_from(backend: TorchBackend) -> None:
+    assert backend.update(update_of(rows(backend)))["policy/kl_reference"] == pytest.approx(0, abs=1e-6)
+    assert backend.update(update_of(rows(backend)))["policy/kl_reference"] > 1e-6
+
+
+@pytest.mark.parametrize("backend", [{"algorithm": {"loss": "dpo"}, "optim": {"lr": 1e-4}}], indirect=True)
+def test_dpo_widens_the_margin_between_chosen_and_rejected(backend: TorchBackend) -> None:
+    pairs = rows(backend, 4)
+    first, second = backend.update(update_of(pairs)), backend.update(update_of(pairs))
+    assert first["policy/dpo_margin"] == pytest.approx(0, abs=1e-5)
+    assert second["policy/dpo_margin"] > 0 and second["policy/dpo_loss"] < first["policy/dpo_loss"]
+
+
+@pytest.mark.parametrize("backend", [{"algorithm": {"advantage": "gae", "value_lr": 0.005}}], indirect=True)
+def test_the_critic_learns_what_rollouts_earn(backend: TorchBackend, tmp_path: Path) -> None:
+    made = rows(backend)
+    for row in made:
+        row.rewards_T[-1] = 1.0
+    errors = [backend.update(update_of(made))["policy/value_error"] for _ in range(8)]
+    assert errors[0] > 0.5 and errors[-1] < 0.5 * errors[0]
+    backend.save(tmp_path)
+    resumed = TorchBackend(config(algorithm={"advantage": "gae"}), checkpoint=tmp_path, lineage=1)
+    again = resumed.update(update_of(made))["policy/value_error"]
+    resumed.close()
+    assert again == pytest.approx(backend.update(update_of(made))["policy/value_error"], rel=0.05)

@@ -8,8 +8,11 @@ import json
 import math
 import threading
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import structlog
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -19,14 +22,30 @@ from harnessrl.engine.embedded import EmbeddedEngine
 from harnessrl.engine.model import load_model, load_tokenizer, resolve
 from harnessrl.engine.server import serve
 from harnessrl.schemas import Endpoint
+from harnessrl.trainer.backends.value_head import ValueHead
 from harnessrl.trainer.batch import Update
+from harnessrl.trainer.health import broken_row, gap_metrics
 from harnessrl.trainer.loss import mean_metrics, policy_loss
 from harnessrl.trainer.pack import Packed, pack
+from harnessrl.trainer.preference import dpo_advantages
+from harnessrl.trainer.rows import trained_tokens
 
 __all__ = ["TorchBackend"]
 
+log = structlog.get_logger()
+
 LINEAGE = 1_000_000
 """A policy version is lineage x this + number of updates, so that a resumed run reuses none."""
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What a forward pass says of a pack's trained tokens."""
+
+    logprobs_N: Tensor
+    entropy_N: Tensor
+    hidden_NH: Tensor | None
+    """The last hidden state, where there is a critic to read it."""
 
 
 class TorchBackend:
@@ -53,6 +72,15 @@ class TorchBackend:
         if checkpoint:
             self._optimizer.load_state_dict(torch.load(checkpoint / "optimizer.pt", map_location=self._device))
             self.version += json.loads((checkpoint / "harnessrl.json").read_text())["version"] % LINEAGE
+        algorithm = config.algorithm
+        self._reference = self._model
+        if (algorithm.kl_coef or algorithm.loss == "dpo") and not lora:
+            self._reference = load_model(config.model.path, getattr(torch, config.model.dtype))
+            self._reference.to(self._device)  # type: ignore[arg-type]
+        self._critic = None
+        if algorithm.advantage == "gae" and algorithm.loss not in ("sft", "dpo"):
+            width = self._model.config.get_text_config().hidden_size
+            self._critic = ValueHead(width, self._device, algorithm, checkpoint)
         self._engine = EmbeddedEngine(
             self._model,
             max_batch=config.engine.max_batch,
@@ -81,7 +109,11 @@ class TorchBackend:
         train = self._config.train
         self._set_lr()
         steps = [pack(step.rows, train.micro_batch_tokens, share=train.share_prefixes) for step in update.steps]
-        proximal = self._proximal([packed for step in steps for packed in step]) if len(steps) > 1 else {}
+        packs = [packed for step in steps for packed in step]
+        before = self._before(packs) if len(steps) > 1 or self._critic else {}
+        if self._critic and packs:
+            self._critic.begin(packs, [seen.hidden_NH for seen in before.values() if seen.hidden_NH is not None])
+        proximal = {key: seen.logprobs_N for key, seen in before.items()} if len(steps) > 1 else {}
         metrics: list[dict[str, float]] = []
         with ExitStack() as engine_at_rest:
             for number, step in enumerate(steps):
@@ -103,6 +135,8 @@ class TorchBackend:
         model.save_pretrained(folder)
         self._tokenizer.save_pretrained(folder)
         torch.save(self._optimizer.state_dict(), folder / "optimizer.pt")
+        if self._critic:
+            self._critic.save(folder)
         state = {"version": self.version, "renderer": self._config.model.renderer}
         (folder / "harnessrl.json").write_text(json.dumps(state, indent=2) + "\n")
 
@@ -117,61 +151,100 @@ class TorchBackend:
         for group in self._optimizer.param_groups:
             group["lr"] = optim.lr * scale
 
-    def _proximal(self, packs: list[Packed]) -> dict[int, Tensor]:
-        """Log-probabilities under the weights before the update, by pack."""
+    def _before(self, packs: list[Packed]) -> dict[int, _Seen]:
+        """What the weights before the update say, by pack."""
         with torch.no_grad():
-            return {id(packed): self._forward(packed)[0] for packed in packs}
+            return {id(packed): self._forward(packed) for packed in packs}
 
     def _step(
         self, packs: list[Packed], proximal: dict[int, Tensor], engine_at_rest: ExitStack
     ) -> dict[str, float]:
         """One optimizer step: gradients add up over the packs, then one clip and one step."""
+        algorithm = self._config.algorithm
+        extra = self._prefer(packs) if algorithm.loss == "dpo" else {}
         sums: list[dict[str, float]] = []
+        value_sums: list[dict[str, float]] = []
+        old: list[np.ndarray] = []
         loss_sum = 0.0
         for packed in packs:
-            logprobs, entropy = self._forward(packed)
-            tokens = packed.tokens
+            seen, tokens = self._forward(packed), packed.tokens
+            old.append(proximal.get(id(packed), seen.logprobs_N).detach().cpu().numpy())
+            if broken := broken_row(seen.logprobs_N.detach().cpu().numpy(), tokens, packed.rows):
+                log.error("optimizer step skipped", reason=broken)
+            weights_N = self._tensor(tokens.weights_N)
             loss, metrics = policy_loss(
-                logprobs,
+                seen.logprobs_N,
                 proximal.get(id(packed)),
                 self._tensor(tokens.logprobs_N),
                 self._tensor(tokens.advantages_N),
-                self._tensor(tokens.weights_N),
+                weights_N,
                 self._tensor(tokens.calls_N),
-                self._config.algorithm,
-                entropy=entropy,
+                algorithm,
+                entropy=seen.entropy_N,
+                ref_logprobs=self._reference_logprobs(packed) if algorithm.kl_coef else None,
             )
             loss.backward()
+            if self._critic and seen.hidden_NH is not None:
+                value_sums.append(self._critic.learn(packed, seen.hidden_NH, weights_N))
             loss_sum += loss.item()
             sums.append(metrics)
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._config.optim.grad_clip).item()
         if math.isfinite(norm):
             engine_at_rest.enter_context(self._engine.updating())
             self._optimizer.step()
+            if self._critic:
+                self._critic.step()
         self._optimizer.zero_grad(set_to_none=True)
-        means = {f"policy/{name}": value for name, value in mean_metrics(sums).items()}
-        return means | {
-            "policy/loss": loss_sum, "optim/grad_norm": norm, "optim/skipped": float(not math.isfinite(norm))
-        }  # fmt: skip
+        gap = gap_metrics(np.concatenate(old), np.concatenate([packed.tokens.logprobs_N for packed in packs]))
+        means = extra | mean_metrics(sums) | mean_metrics(value_sums) | {"loss": loss_sum}
+        if gap:
+            means["gap_p99"] = gap["gap_p99"]
+        optim = {"optim/grad_norm": norm, "optim/skipped": float(not math.isfinite(norm))}
+        return {f"policy/{name}": value for name, value in means.items()} | optim
 
-    def _forward(self, packed: Packed) -> tuple[Tensor, Tensor]:
-        """Log-probability of each trained token and entropy at it, of the distribution that was sampled from."""
+    def _prefer(self, packs: list[Packed]) -> dict[str, float]:
+        """DPO's advantages, from the weights at the step's start."""
+        with torch.no_grad():
+            logprobs_N = torch.cat([self._forward(packed).logprobs_N for packed in packs])
+        reference_N = torch.cat([self._reference_logprobs(packed) for packed in packs])
+        rows = [row for packed in packs for row in packed.rows]
+        beta = self._config.algorithm.dpo_beta
+        metrics = dpo_advantages(rows, logprobs_N.cpu().numpy(), reference_N.cpu().numpy(), beta)
+        for packed in packs:
+            packed.tokens.advantages_N[:] = trained_tokens(packed.rows).advantages_N
+        return metrics
+
+    def _reference_logprobs(self, packed: Packed) -> Tensor:
+        """Under the model that the run began from."""
+        with torch.no_grad():
+            if self._config.model.lora_rank:
+                with self._model.disable_adapter():  # type: ignore[operator]
+                    return self._forward(packed).logprobs_N
+            return self._forward(packed, self._reference).logprobs_N
+
+    def _forward(self, packed: Packed, model: PreTrainedModel | None = None) -> _Seen:
+        """Of the distribution sampled from, temperature included; by the policy unless `model` is given."""
         if self._stopping.is_set():
             raise InterruptedError
-        predictors, logits_of = torch.unique(self._tensor(packed.predictors_N), return_inverse=True)
-        logits_KV = self._model(
+        predictors_N = self._tensor(packed.predictors_N)
+        predictors, logits_of = torch.unique(predictors_N, return_inverse=True)
+        found = (model or self._model)(
             input_ids=self._tensor(packed.ids_P).long()[None],
             attention_mask=None if len(packed.rows) == 1 else self._tensor(packed.mask_PP())[None, None],
             position_ids=self._tensor(packed.positions_P).long()[None],
             logits_to_keep=predictors,
+            output_hidden_states=self._critic is not None,
             use_cache=False,
-        ).logits[0]
-        logits_NV = logits_KV.float()[logits_of] / self._tensor(packed.tokens.temperatures_N)[:, None]
+        )
+        logits_NV = found.logits[0].float()[logits_of] / self._tensor(packed.tokens.temperatures_N)[:, None]
         logprobs_NV = torch.log_softmax(logits_NV, dim=-1)
         targets_N = self._tensor(packed.tokens.ids_N).long()
         of = logprobs_NV if self._config.algorithm.entropy_coef else logprobs_NV.detach()
-        entropy_N = -(of.exp() * of).sum(-1)
-        return logprobs_NV.gather(-1, targets_N[:, None])[:, 0], entropy_N
+        return _Seen(
+            logprobs_N=logprobs_NV.gather(-1, targets_N[:, None])[:, 0],
+            entropy_N=-(of.exp() * of).sum(-1),
+            hidden_NH=found.hidden_states[-1][0][predictors_N] if self._critic else None,
+        )
 
     def _tensor(self, array) -> Tensor:
         return torch.from_numpy(array).to(self._device)
