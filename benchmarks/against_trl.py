@@ -2,7 +2,7 @@
 answer length, loss, optimizer and number of updates; one after the other, each in a process of its own.
 
 The task has one turn, as TRL's has: reply CALC(expression); 1 for the right value, 0.2 for any that can be
-calculated. Ours samples over the engine's HTTP interface and updates through the torch backend; TRL generates with
+calculated. Ours samples from the embedded engine and updates through the torch backend; TRL generates with
 transformers. Needs `pip install trl`. Times per update are medians without the first two; CPU seconds are those of
 all threads, and suffer less from what else runs on the machine.
 """

@@ -7,15 +7,14 @@ import random
 import re
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import httpx
 import numpy as np
 
 from harnessrl.config import Config
 from harnessrl.engine.model import load_tokenizer
+from harnessrl.engine.sampling import Sampling
 from harnessrl.schemas import Call, Json
 from harnessrl.trainer.backends.torch import TorchBackend
 from harnessrl.trainer.rollout import FinishedRollout
@@ -37,7 +36,7 @@ SYSTEM = (
 
 
 class Policy:
-    """A model behind the torch backend, sampled from over the engine's own HTTP interface."""
+    """A model behind the torch backend, sampled from straight from its engine."""
 
     def __init__(self, sections: Json, path: str = str(TINY)):
         model = {"path": path, "renderer": {"name": "chatml"}}
@@ -45,27 +44,15 @@ class Policy:
         self.config = Config.model_validate({"model": model, "engine": engine} | sections)
         self.backend = TorchBackend(self.config)
         self.tokenizer = load_tokenizer(path)
-        # Kept connections would be closed by the server during a long update, and reused all the same.
-        limits = httpx.Limits(max_keepalive_connections=0)
-        self._http = httpx.Client(base_url=self.backend.endpoints()[0].endpoint, timeout=120, limits=limits)
-        self._threads = ThreadPoolExecutor(64)
 
     def close(self) -> None:
-        self._threads.shutdown()
-        self._http.close()
         self.backend.close()
 
     def sample(self, prompts: Sequence[list[int]], max_tokens: int) -> list[tuple[list[int], list[float], str]]:
         """Ids, log-probabilities and finish reason of an answer to each prompt."""
-
-        def one(prompt: list[int]) -> tuple[list[int], list[float], str]:
-            params = {"max_tokens": max_tokens, "temperature": 1.0, "logprobs": 1}
-            body = {"token_ids": prompt, "sampling_params": params}
-            answer = self._http.post("/inference/v1/generate", json=body).raise_for_status().json()["choices"][0]
-            logprobs = [entry["logprob"] for entry in answer["logprobs"]["content"]]
-            return answer["token_ids"], logprobs, answer["finish_reason"]
-
-        return list(self._threads.map(one, prompts))
+        engine = self.backend._engine
+        answers = engine.generate(prompts, Sampling(max_tokens, stop_token_ids=engine.eos_token_ids))
+        return [(answer.token_ids, answer.logprobs, answer.finish_reason) for answer in answers]
 
     def ids(self, text: str) -> list[int]:
         return self.tokenizer.encode(text)

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 from made import call, rollout
 
+from harnessrl.trainer.backends import LINEAGE
 from harnessrl.trainer.health import Health, broken_row, gap_metrics, staleness_metrics
 from harnessrl.trainer.rows import make_rows, trained_tokens
 from harnessrl.trainer.trajectory import build_trajectory
@@ -21,8 +22,13 @@ def rows():
 
 def test_staleness_is_by_token():
     found = staleness_metrics(rows(), version=10)
-    assert found["staleness_mean"] == (7 + 1 + 1 + 0) / 4 and found["staleness_max"] == 7
-    assert [found[f"staleness/{age}"] for age in ("0", "1", "2", "3", "4+")] == [0.25, 0.5, 0, 0, 0.25]
+    assert found["staleness/tokens_mean"] == (7 + 1 + 1 + 0) / 4 and found["staleness/tokens_max"] == 7
+    assert [found[f"staleness/share_{age}"] for age in ("0", "1", "2", "3", "4+")] == [0.25, 0.5, 0, 0, 0.25]
+
+
+def test_a_resumed_run_counts_updates_not_lineages():
+    assert staleness_metrics(rows(), version=2 * LINEAGE + 10)["staleness/tokens_max"] == 7
+    assert staleness_metrics([], version=10) == {}
 
 
 def test_a_broken_row_is_named():
@@ -35,11 +41,11 @@ def test_a_broken_row_is_named():
 @pytest.mark.parametrize(
     ("usual", "sick", "told"),
     [
-        ({"gap_mean": 0.01}, {"gap_mean": 0.05}, "log-probabilities differ by 0.05"),
-        ({"entropy": 1.0}, {"entropy": 0.05}, "entropy fell from 1 to 0.05"),
-        ({"gradient_norm": 0.5}, {"gradient_norm": 6.0}, "norm before clipping is 6"),
-        ({"gradient_norm": 0.5}, {"gradient_norm": float("nan")}, "not finite"),
-        ({"calls_truncated": 0.1}, {"calls_truncated": 0.6}, "60% of the calls were cut"),
+        ({"policy/gap": 0.01}, {"policy/gap": 0.05}, "log-probabilities differ by 0.05"),
+        ({"policy/entropy": 1.0}, {"policy/entropy": 0.05}, "entropy fell from 1 to 0.05"),
+        ({"optim/grad_norm": 0.5}, {"optim/grad_norm": 6.0}, "norm before clipping is 6"),
+        ({"optim/grad_norm": 0.5}, {"optim/grad_norm": float("nan")}, "not finite"),
+        ({"batch/calls_truncated": 0.1}, {"batch/calls_truncated": 0.6}, "60% of the calls were cut"),
     ],
 )
 def test_an_alarm_rings_when_something_jumps(usual, sick, told):
@@ -53,7 +59,8 @@ def test_an_alarm_rings_when_something_jumps(usual, sick, told):
 
 def test_no_spread_rings_after_five_updates_in_a_row():
     health = Health()
-    even, mixed = {"groups": 2, "groups_without_spread": 2}, {"groups": 2, "groups_without_spread": 1}
+    even = {"batch/groups": 2, "batch/groups_without_spread": 2}
+    mixed = {"batch/groups": 2, "batch/groups_without_spread": 1}
     rung = [bool(health.alarms(metrics)) for metrics in [even] * 4 + [mixed] + [even] * 5 + [mixed]]
     assert rung == [False] * 9 + [True] + [False]
 

@@ -1,6 +1,6 @@
 """Is the training well: numbers to watch, and alarms that say what to do.
 
-The names of the metrics are those of `build_update`, `mean_metrics` and the functions here.
+The alarms read an update's metrics as the loop logs them.
 """
 
 import math
@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from harnessrl.trainer.backends import LINEAGE
 from harnessrl.trainer.rows import Row, Tokens
 
 __all__ = ["Health", "broken_row", "gap_metrics", "staleness_metrics"]
@@ -38,15 +39,16 @@ def gap_metrics(proximal_N: np.ndarray, sampled_N: np.ndarray) -> dict[str, floa
 
 
 def staleness_metrics(rows: Sequence[Row], version: int) -> dict[str, float]:
-    """Versions between the policy that sampled a token and `version`, over trained tokens: mean, largest, and the
-    shares of 0, 1, 2, 3 and more."""
-    ages_N = np.concatenate([version - row.versions_T[row.mask_T] for row in rows]) if rows else np.zeros(0)
-    if not len(ages_N):
+    """Updates between the policy that sampled a token and `version`, over trained tokens: mean, largest, and the
+    shares of 0, 1, 2, 3 and more. What another lineage sampled before a resumption counts by its updates."""
+    if not rows:
         return {}
+    versions_N = np.concatenate([row.versions_T[row.mask_T] for row in rows])
+    ages_N = np.maximum(version % LINEAGE - versions_N % LINEAGE, 0)
     shares = np.bincount(np.clip(ages_N, 0, STALENESS_BUCKETS).astype(int), minlength=STALENESS_BUCKETS + 1)
     names = [str(age) for age in range(STALENESS_BUCKETS)] + [f"{STALENESS_BUCKETS}+"]
-    return {"staleness_mean": float(ages_N.mean()), "staleness_max": float(ages_N.max())} | {
-        f"staleness/{name}": float(share / len(ages_N)) for name, share in zip(names, shares, strict=True)
+    return {"staleness/tokens_mean": float(ages_N.mean()), "staleness/tokens_max": float(ages_N.max())} | {
+        f"staleness/share_{name}": float(share / len(ages_N)) for name, share in zip(names, shares, strict=True)
     }
 
 
@@ -74,11 +76,11 @@ class Health:
     def alarms(self, metrics: Mapping[str, float]) -> list[str]:
         """What is wrong with this update, each with what to do; metrics that are missing raise none."""
         found = [
-            self._gap(metrics.get("gap_mean")),
-            self._entropy(metrics.get("entropy")),
-            self._spread(metrics.get("groups"), metrics.get("groups_without_spread")),
-            self._gradient(metrics.get("gradient_norm")),
-            _truncated(metrics.get("calls_truncated")),
+            self._gap(metrics.get("policy/gap")),
+            self._entropy(metrics.get("policy/entropy")),
+            self._spread(metrics.get("batch/groups"), metrics.get("batch/groups_without_spread")),
+            self._gradient(metrics.get("optim/grad_norm")),
+            _truncated(metrics.get("batch/calls_truncated")),
         ]
         return [alarm for alarm in found if alarm]
 

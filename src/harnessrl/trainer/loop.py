@@ -22,6 +22,7 @@ from harnessrl.schemas import Json, Pause
 from harnessrl.trainer.backends import Backend
 from harnessrl.trainer.batch import Group, Update, build_update
 from harnessrl.trainer.collect import CollectedGroup, Collector
+from harnessrl.trainer.health import Health, staleness_metrics
 from harnessrl.trainer.rollout import FinishedRollout
 from harnessrl.trainer.run import Run
 from harnessrl.trainer.schedule import Flight, Schedule
@@ -108,7 +109,7 @@ class _Session:
         self._consumed: list[str] = []
         """Rollouts trained on since the last checkpoint."""
         self._dropped_in_a_row = 0
-        self._equal_updates = 0
+        self._health = Health()
         self.updates = 0
         self.rollouts = 0
         self.rewards: list[float] = []
@@ -175,6 +176,7 @@ class _Session:
             max_tokens=self._config.engine.max_len,
             seed=self._config.seed + self.updates,
         )
+        sampled_by = staleness_metrics(update.rows, self._backend.version)
         metrics = await self._train(update)
         await self._gateway(register_endpoints(self._backend.endpoints()))
         await self._gateway(resume())
@@ -192,6 +194,7 @@ class _Session:
             "time/collect": enough - began,
             "time/rest": at_rest - enough,
             "time/update": time.monotonic() - at_rest,
+            **sampled_by,
             **{f"batch/{name}": value for name, value in update.metrics.items()},
             **metrics,
         }
@@ -199,7 +202,8 @@ class _Session:
         self._run.log_groups(self.updates, groups)
         self._progress.update(self.updates, metrics)
         self._report_failures(groups)
-        self._watch_spread(groups)
+        for alarm in self._health.alarms(metrics):
+            self._progress.warn(alarm)
 
     async def checkpoint(self, best: bool) -> None:
         def save(folder: Path) -> None:
@@ -281,15 +285,6 @@ class _Session:
         reasons = Counter(_reason(r) for g in groups for r in g.rollouts if r.failure_kind)
         for reason, count in reasons.most_common(3):
             self._progress.warn(f"{count} rollouts failed: {reason}")
-
-    def _watch_spread(self, groups: Sequence[CollectedGroup]) -> None:
-        equal = all(len({r.reward for r in group.rollouts}) == 1 for group in groups)
-        self._equal_updates = self._equal_updates + 1 if equal else 0
-        if self._equal_updates == 3:
-            self._progress.warn(
-                "all rewards within each group were equal for 3 updates, so there was nothing to learn from: use "
-                "tasks that are neither too easy nor too hard, larger groups, or a reward with more steps"
-            )
 
 
 def _reason(rollout: FinishedRollout) -> str:

@@ -6,7 +6,10 @@ from typing import Protocol
 from harnessrl.schemas import Endpoint
 from harnessrl.trainer.batch import Update
 
-__all__ = ["Backend"]
+__all__ = ["LINEAGE", "Backend"]
+
+LINEAGE = 1_000_000
+"""A policy version is lineage x this + number of updates, so that a resumed run reuses none."""
 
 
 class Backend(Protocol):

@@ -22,6 +22,7 @@ from harnessrl.engine.embedded import EmbeddedEngine
 from harnessrl.engine.model import load_model, load_tokenizer, resolve
 from harnessrl.engine.server import serve
 from harnessrl.schemas import Endpoint
+from harnessrl.trainer.backends import LINEAGE
 from harnessrl.trainer.backends.value_head import ValueHead
 from harnessrl.trainer.batch import Update
 from harnessrl.trainer.health import broken_row, gap_metrics
@@ -33,9 +34,6 @@ from harnessrl.trainer.rows import trained_tokens
 __all__ = ["TorchBackend"]
 
 log = structlog.get_logger()
-
-LINEAGE = 1_000_000
-"""A policy version is lineage x this + number of updates, so that a resumed run reuses none."""
 
 
 @dataclass(frozen=True)
