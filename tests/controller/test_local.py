@@ -186,7 +186,8 @@ def test_preloaded_scripts_run_as_main(gateway: Gateway, tmp_path: Path) -> None
     assert first["random"] != second["random"] and first["cwd"] != second["cwd"]
     assert log_of(gateway, rollouts[0]) == "a thread is waited for\n"
     (rollout,) = gateway.post(LocalRun(command=command, preload=["decimal"], env={"CODE": "4"}), task={"i": 7})
-    assert gateway.ended(rollout).status.error_message == "local subprocess exited with code 4"
+    message = gateway.ended(rollout).status.error_message
+    assert message == "local subprocess exited with code 4: a thread is waited for"
 
 
 def test_an_evaluation_is_forked_like_its_agent(gateway: Gateway, tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """`harnessrl controller`: run the rollouts that a gateway has queued."""
 
+import os
+import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -57,6 +59,8 @@ def controller(
     async def local() -> None:
         from harnessrl.controller.local import LocalOptions, LocalRunner
 
+        # `python` in a command means the one that this runs in, also where no environment was activated.
+        os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
         options = LocalOptions(grace_seconds, lease_seconds, keep_failed, memory_mb)
         with LocalRunner(workdir, agent_url, key, options) as running:
             await serve(gateway, key, running, concurrency, pace)

@@ -96,7 +96,7 @@ class LocalAttempt:
             message = f"local subprocess timed out after {self._timeout:g} s ({end['stage']})"
             kind: FailureKind = "agent" if end["stage"] == "agent" else "infra"
             return AttemptEnd(ok=False, error_message=message, failure_kind=kind)
-        return _judged(end)
+        return _judged(end, self.log)
 
     async def output(self, limit: int) -> Json | None:
         try:
@@ -280,7 +280,7 @@ def _python_command(argv: list[str], env: dict[str, str]) -> tuple[str | None, d
     return python, {"python": {"script": argv[1], "argv": argv[1:]}}
 
 
-def _judged(end: dict[str, Any]) -> AttemptEnd:
+def _judged(end: dict[str, Any], log: Path) -> AttemptEnd:
     """What the keeper saw, told to the user. `failure_kind` None: whose it is depends on the calls."""
     stage = end["stage"]
     who = "local subprocess" if stage == "agent" else f"the {stage} command"
@@ -296,8 +296,21 @@ def _judged(end: dict[str, Any]) -> AttemptEnd:
         message = f"{who} was killed by {signal.Signals(end['signal']).name}"
         return AttemptEnd(ok=False, error_message=message, failure_kind=kind)
     if end["code"]:
-        return AttemptEnd(ok=False, error_message=f"{who} exited with code {end['code']}", failure_kind=kind)
+        message = f"{who} exited with code {end['code']}{_last_words(log)}"
+        return AttemptEnd(ok=False, error_message=message, failure_kind=kind)
     return AttemptEnd(ok=True)
+
+
+def _last_words(log: Path) -> str:
+    """The last line of a log, which in most languages is the error."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
+            lines = file.read().decode(errors="replace").split("\n")
+    except FileNotFoundError:
+        return ""
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return f": {last[:200]}" if last else ""
 
 
 async def _exited(pid: int, start: int) -> None:
