@@ -54,6 +54,7 @@ def test_an_alarm_rings_when_something_jumps(usual, sick, told):
         assert health.alarms(usual) == []
     (alarm,) = health.alarms(sick)
     assert told in alarm
+    assert health.alarms(sick) == []
     assert health.alarms(usual) == []
 
 

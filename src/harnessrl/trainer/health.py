@@ -72,17 +72,21 @@ class Health:
         self._gradients: deque[float] = deque(maxlen=MEMORY)
         self._first_entropy: float | None = None
         self._without_spread = 0
+        self._ringing: set[str] = set()
 
     def alarms(self, metrics: Mapping[str, float]) -> list[str]:
-        """What is wrong with this update, each with what to do; metrics that are missing raise none."""
-        found = [
-            self._gap(metrics.get("policy/gap")),
-            self._entropy(metrics.get("policy/entropy")),
-            self._spread(metrics.get("batch/groups"), metrics.get("batch/groups_without_spread")),
-            self._gradient(metrics.get("optim/grad_norm")),
-            _truncated(metrics.get("batch/calls_truncated")),
-        ]
-        return [alarm for alarm in found if alarm]
+        """What went wrong with this update, each with what to do; an alarm that goes on rings only once."""
+        found = {
+            "gap": self._gap(metrics.get("policy/gap")),
+            "entropy": self._entropy(metrics.get("policy/entropy")),
+            "spread": self._spread(metrics.get("batch/groups"), metrics.get("batch/groups_without_spread")),
+            "gradient": self._gradient(metrics.get("optim/grad_norm")),
+            "truncated": _truncated(metrics.get("batch/calls_truncated")),
+        }
+        ringing = {name: alarm for name, alarm in found.items() if alarm}
+        new = [alarm for name, alarm in ringing.items() if name not in self._ringing]
+        self._ringing = set(ringing)
+        return new
 
     def _gap(self, gap: float | None) -> str | None:
         if gap is None:
