@@ -1,4 +1,5 @@
 import asyncio
+import shutil
 import sqlite3
 from dataclasses import replace
 from pathlib import Path
@@ -137,6 +138,23 @@ async def test_a_chain_goes_on_after_a_restart_and_branches(tmp_path: Path):
     assert prompts["branch"].tolist() == prompts[sent[3].call_id].tolist() == sent[3].prompt_ids.tolist()
     assert [len(call.new_prompt_ids) for call in calls] == [100, 2, 2, 2, 46]
     await store.close()
+
+
+async def test_what_a_kill_may_have_cut_is_not_delivered(store: SqliteStore, tmp_path: Path):
+    running, ended = await rollout(store), await rollout(store)
+    for call in (*conversation(running, 2), *conversation(ended, 1)):
+        await store.add_call(call)
+    await store.patch_status(ended, StatusPatch(state="failed"))
+    for name in ("store.db", "store.db-wal"):  # as a kill would leave them
+        shutil.copy(tmp_path / name, tmp_path / f"killed-{name}")
+    killed = await SqliteStore.open(tmp_path / "killed-store.db")
+    assert [call.delivered for call in await killed.calls(running)] == [True, False]
+    assert [call.delivered for call in await killed.calls(ended)] == [True]
+    await killed.set_delivered(f"{running}-1", True)
+    await killed.close()
+    again = await SqliteStore.open(tmp_path / "killed-store.db")
+    assert all(call.delivered for call in await again.calls(running)), "it was closed properly"
+    await again.close()
 
 
 async def test_a_long_rollout_costs_its_final_length(store: SqliteStore):

@@ -40,6 +40,18 @@ _ACCESS_ENTRIES = 20_000
 _CHANGES_PAGE = 1000
 _REMOVE_AT_ONCE = 50
 """Rollouts that one transaction of `retain` removes."""
+_IN_USE = "in use"
+"""Still true when a gateway was killed."""
+_CUT_BY_A_CRASH = """
+UPDATE calls SET delivered = 0 WHERE entry IN (
+  SELECT entries.id FROM entries JOIN rollouts ON rollouts.id = rollout
+  WHERE data IS NULL AND state IN ('queuing', 'running')
+  AND entries.id > (SELECT max(id) FROM entries) - 10000
+  AND timestamp > (SELECT timestamp FROM entries ORDER BY id DESC LIMIT 1) - 1
+) AND entry NOT IN (SELECT parent FROM calls WHERE parent IS NOT NULL)
+"""
+"""A call of the last second before a kill is durable, but its answer may not have gone out: it counts as not
+delivered (invariant 3) until a later call contains the answer."""
 _ALLOWED: dict[str, frozenset[State]] = {
     "queuing": frozenset({"running", "failed"}),
     "running": frozenset({"succeeded", "failed"}),
@@ -75,9 +87,13 @@ class SqliteStore:
         store = cls(path)
         (cursor,) = await store._one("SELECT coalesce(max(seq), 0) FROM sqlite_sequence WHERE name = 'changes'")
         store._cursor = cursor
+        if await store.get_setting(_IN_USE):
+            await store._write(_CUT_BY_A_CRASH)
+        await store.put_setting(_IN_USE, True)
         return store
 
     async def close(self) -> None:
+        await self.put_setting(_IN_USE, False)
         await self._db.close()
 
     def backlog(self) -> int:
