@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 RUN = $(VENV)/bin/python
 HARNESSES ?= .venv-harnesses
+NPM_HARNESSES = @anthropic-ai/claude-code@2.1.332 @openai/codex@0.171.0 opencode-ai@1.18.33
 TORCH ?= torch==2.13.0
 STAMP = $(VENV)/.installed
 
@@ -30,6 +31,7 @@ $(HARNESSES)/.installed: tests/conformance/requirements.txt
 	$(PYTHON) -m venv $(HARNESSES)
 	$(HARNESSES)/bin/python -m pip install --quiet --upgrade pip
 	$(HARNESSES)/bin/python -m pip install --quiet -r tests/conformance/requirements.txt
+	if command -v npm >/dev/null; then npm install --silent --prefix $(HARNESSES)/npm $(NPM_HARNESSES); fi
 	@touch $@
 
 test: test-fast harnesses

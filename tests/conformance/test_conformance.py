@@ -8,7 +8,9 @@ import asyncio
 import json
 import os
 import re
+import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import pytest
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "gateway"))
 
+from npm_harnesses import HARNESSES, Harness, reply_of  # noqa: E402
 from proxy_kit import TINY, TOKENIZER, Proxied, ScriptedEngine, proxied  # noqa: E402
 
 from harnessrl.trainer.rollout import finished_rollout  # noqa: E402
@@ -25,6 +28,7 @@ from harnessrl.trainer.rows import make_rows  # noqa: E402
 from harnessrl.trainer.trajectory import build_trajectory  # noqa: E402
 
 PYTHON = Path(os.environ.get("HARNESS_PYTHON", HERE.parents[1] / ".venv-harnesses/bin/python"))
+NPM = Path(os.environ.get("HARNESS_NPM", HERE.parents[1] / ".venv-harnesses/npm")) / "node_modules/.bin"
 TOOLS = [
     {
         "type": "function",
@@ -92,7 +96,7 @@ async def test_harness(case: Case, tmp_path: Path) -> None:
     ):
         said = await run(gateway, case)
         calls = await gateway.calls()
-        report(case, [c.continuity for c in calls])
+        report(case.script, case.arguments, [c.continuity for c in calls])
         assert re.search(case.says, said), said
         assert len(calls) == len(engine.sampled) >= 2
         assert all(c.delivered and c.trainable for c in calls)
@@ -107,8 +111,27 @@ async def test_harness(case: Case, tmp_path: Path) -> None:
             assert len(rows) == 1
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not NPM.exists(), reason="needs npm, then `make harnesses`")
+@pytest.mark.parametrize("harness", HARNESSES, ids=lambda harness: harness.binary)
+async def test_npm_harness(harness: Harness, tmp_path: Path) -> None:
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    async with (
+        ScriptedEngine(TOKENIZER, reply_of(harness)) as engine,
+        proxied(tmp_path, engine.endpoint(TINY, max_model_len=1 << 20)) as gateway,
+    ):
+        argv, more = harness.start(gateway, NPM / harness.binary, tmp_path)
+        said = await ended_well(argv, {"PATH": os.environ["PATH"], "HOME": str(tmp_path), **more}, tmp_path)
+        calls = await gateway.calls()
+        report(harness.name, [], [c.continuity for c in calls])
+        assert "hello 42" in said
+        assert sorted(c.sampled_ids for c in calls) == sorted(engine.sampled)
+        assert all(c.delivered for c in calls)
+        continuity = [c.continuity for c in calls]
+        assert continuity.count("exact") == 2 and set(continuity) == {"first", "exact"}
+
+
 async def run(gateway: Proxied, case: Case) -> str:
-    """What the harness printed; asserts that it ended well."""
     environment = {
         "PATH": os.environ["PATH"],
         "HOME": os.environ.get("HOME", "/"),
@@ -119,11 +142,17 @@ async def run(gateway: Proxied, case: Case) -> str:
         "ANTHROPIC_BASE_URL": gateway.base(family="anthropic"),
         "ANTHROPIC_API_KEY": "k",
     }
+    argv = [str(PYTHON), str(HERE / "harnesses" / f"{case.script}.py"), *case.arguments]
+    return await ended_well(argv, environment, HERE)
+
+
+async def ended_well(argv: list[str], environment: dict[str, str], cwd: Path) -> str:
+    """What the harness printed; asserts that it ended well."""
     process = await asyncio.create_subprocess_exec(
-        PYTHON,
-        HERE / "harnesses" / f"{case.script}.py",
-        *case.arguments,
+        *argv,
+        cwd=cwd,
         env=environment,
+        stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )
@@ -132,12 +161,12 @@ async def run(gateway: Proxied, case: Case) -> str:
     finally:
         if process.returncode is None:
             process.kill()
-    assert process.returncode == 0, said.decode()[-3000:]
-    return said.decode()
+    assert process.returncode == 0, said.decode(errors="replace")[-3000:]
+    return said.decode(errors="replace")
 
 
-def report(case: Case, continuity: list[str]) -> None:
+def report(harness: str, arguments: Sequence[str], continuity: list[str]) -> None:
     if "HARNESS_REPORT" in os.environ:
         with open(os.environ["HARNESS_REPORT"], "a") as file:
-            row = {"harness": case.script, "arguments": case.arguments, "continuity": continuity}
+            row = {"harness": harness, "arguments": list(arguments), "continuity": continuity}
             file.write(json.dumps(row) + "\n")
