@@ -123,7 +123,7 @@ async def test_npm_harness(harness: Harness, tmp_path: Path) -> None:
         argv, more = harness.start(gateway, NPM / harness.binary, tmp_path)
         said = await ended_well(argv, {"PATH": os.environ["PATH"], "HOME": str(tmp_path), **more}, tmp_path)
         calls = await gateway.calls()
-        report(harness.name, [], [c.continuity for c in calls])
+        report(harness.name, ["--stream"], [c.continuity for c in calls])
         assert "hello 42" in said
         assert sorted(c.sampled_ids for c in calls) == sorted(engine.sampled)
         assert all(c.delivered for c in calls)

@@ -207,6 +207,8 @@ class Memory:
         if common < 0:
             return key.difference(ours[-1].key) if ours else "first"
         last = self._last.get(key, [])
+        if not ours and 0 < common < len(units) and units[common].assistant:
+            return "edited"
         if not ours:
             return "compaction" if 0 < common < len(units) and len(last) > len(units) else "first"
         mine = {unit.digest for unit in units}

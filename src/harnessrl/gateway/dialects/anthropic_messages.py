@@ -257,6 +257,6 @@ def _tool_choice(choice: Json | None) -> str:
     if kind == "tool" and choice is not None and isinstance(choice.get("name"), str):
         return choice["name"]
     known = {"auto": "auto", "any": "required", "none": "none"}
-    if kind not in known:
+    if not isinstance(kind, str) or kind not in known:
         raise RequestError("tool_choice must be auto, any, none or a tool by name", param="tool_choice")
     return known[kind]

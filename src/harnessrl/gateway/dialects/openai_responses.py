@@ -48,7 +48,7 @@ class OpenAIResponses(OpenAIShape):
             sampling=sampling(body, ("logit_bias",), max_tokens="max_output_tokens"),
             tool_choice=tool_choice_of(body.get("tool_choice")),
             stream=boolean(body, "stream"),
-            grammar=grammar_of((optional(body, "text", dict) or {}).get("format")),
+            grammar=grammar_of(optional(optional(body, "text", dict) or {}, "format", dict)),
             options={"body": _echoed(body), "custom": custom},
             notes=notes,
         )
@@ -263,8 +263,8 @@ def _add_item(messages: list[Json], item: Json, where: str, notes: list[str]) ->
     if kind == "message":
         _add_message(messages, item, where)
     elif kind == "reasoning":
-        thoughts = [p.get("text") for p in item.get("content") or item.get("summary") or () if isinstance(p, dict)]
-        text = "\n".join(t for t in thoughts if isinstance(t, str))
+        parts = list_of(item, "content", dict) or list_of(item, "summary", dict)
+        text = "\n".join(text for part in parts if isinstance(text := part.get("text"), str))
         assistant = _assistant(messages, fresh=True)
         if text:
             assistant["reasoning_content"] = text

@@ -20,6 +20,7 @@ from harnessrl.gateway.proxy.context import Context, Services
 from harnessrl.gateway.proxy.engine import EngineFailed
 from harnessrl.gateway.proxy.exchange import ClientGone, Exchange
 from harnessrl.gateway.proxy.routing import Route
+from harnessrl.gateway.proxy.sampling import overridden
 from harnessrl.gateway.store import CallRecord
 from harnessrl.schemas import Endpoint, Json
 
@@ -81,8 +82,7 @@ class ChatCall:
                 404,
             )
         self._sent, notes = self._rewritten()
-        if notes:
-            self._headers.append((b"x-harnessrl-overridden", ", ".join(notes).encode("ascii", "replace")))
+        self._headers += overridden(notes)
         try:
             endpoint, answer, whole = await self._exchange.run(self._ask(orjson.dumps(self._sent)))
         except ClientGone:

@@ -1,11 +1,12 @@
 """The behaviour distribution, known (invariant 10): every sampling field is sent, none left to the engine."""
 
+import re
 from dataclasses import dataclass, field
 
 from harnessrl.gateway.chat.canonical import ChatRequest, ContextOverflow
 from harnessrl.schemas import Json, Mode
 
-__all__ = ["Plan", "plan"]
+__all__ = ["Plan", "overridden", "plan"]
 
 _NEUTRAL: dict[str, float] = {
     "top_p": 1.0,
@@ -69,6 +70,12 @@ def plan(
     if strict or request.logprobs:
         params["logprobs"] = 1
     return Plan(params, temperature, notes + request.notes)
+
+
+def overridden(notes: list[str]) -> list[tuple[bytes, bytes]]:
+    """The header that tells of them, if there are any."""
+    said = re.sub(r"[^ -~]", "?", ", ".join(notes))[:2000]
+    return [(b"x-harnessrl-overridden", said.encode())] if said else []
 
 
 def _max_tokens(asked: int | None, prompt_len: int, max_model_len: int | None, notes: list[str]) -> int:

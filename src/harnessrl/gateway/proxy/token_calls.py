@@ -18,7 +18,7 @@ from harnessrl.gateway.proxy.exchange import ClientGone, Exchange
 from harnessrl.gateway.proxy.gate import Paused
 from harnessrl.gateway.proxy.generation import Generation
 from harnessrl.gateway.proxy.routing import Route
-from harnessrl.gateway.proxy.sampling import Plan, plan
+from harnessrl.gateway.proxy.sampling import Plan, overridden, plan
 from harnessrl.gateway.store import CallRecord
 from harnessrl.schemas import Json, Mode
 
@@ -61,9 +61,7 @@ class TokenCall:
             await self._store.set_delivered(prompt.confirms, True)
         how = await self._plan(chat, request, prompt)
         self._headers.append((b"x-harnessrl-continuity", prompt.continuity.encode()))
-        if how.notes:
-            notes = ", ".join(how.notes).encode("ascii", "replace")
-            self._headers.append((b"x-harnessrl-overridden", notes))
+        self._headers += overridden(how.notes)
         if request.stream:
             self._stream = self._dialect.stream(request, self._context.call_id, self._route.model, len(prompt.ids))
             self._opening = self._stream.start()
