@@ -41,7 +41,7 @@ def test_a_broken_row_is_named():
 @pytest.mark.parametrize(
     ("usual", "sick", "told"),
     [
-        ({"policy/gap": 0.01}, {"policy/gap": 0.05}, "log-probabilities differ by 0.05"),
+        ({"policy/gap_fresh": 0.01}, {"policy/gap_fresh": 0.05}, "recomputed, differ by 0.05"),
         ({"policy/entropy": 1.0}, {"policy/entropy": 0.05}, "entropy fell from 1 to 0.05"),
         ({"optim/grad_norm": 0.5}, {"optim/grad_norm": 6.0}, "norm before clipping is 6"),
         ({"optim/grad_norm": 0.5}, {"optim/grad_norm": float("nan")}, "not finite"),

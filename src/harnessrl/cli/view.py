@@ -15,7 +15,7 @@ COLUMNS = (
     ("reward/train", "reward {:.3f}"),
     ("reward/eval", "held-out reward {:.3f}"),
     ("policy/entropy", "entropy {:.2f}"),
-    ("policy/gap", "gap {:.1e}"),
+    ("policy/gap_fresh", "gap {:.1e}"),
     ("optim/grad_norm", "grad {:.2f}"),
     ("time/collect", "collect {:.1f} s"),
     ("time/update", "update {:.1f} s"),

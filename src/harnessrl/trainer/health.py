@@ -77,7 +77,7 @@ class Health:
     def alarms(self, metrics: Mapping[str, float]) -> list[str]:
         """What went wrong with this update, each with what to do; an alarm that goes on rings only once."""
         found = {
-            "gap": self._gap(metrics.get("policy/gap")),
+            "gap": self._gap(metrics.get("policy/gap_fresh")),
             "entropy": self._entropy(metrics.get("policy/entropy")),
             "spread": self._spread(metrics.get("batch/groups"), metrics.get("batch/groups_without_spread")),
             "gradient": self._gradient(metrics.get("optim/grad_norm")),
@@ -96,8 +96,9 @@ class Health:
         if gap <= max(GAP_FLOOR, GAP_JUMP * usual):
             return None
         return (
-            f"sampled and recomputed log-probabilities differ by {gap:.3g} on average (before: {usual:.3g}): the "
-            "engine may hold other weights, an old cache or another temperature or precision than the trainer"
+            f"log-probabilities of the current weights, sampled and recomputed, differ by {gap:.3g} on average "
+            f"(before: {usual:.3g}): the engine may hold other weights, an old cache, or another temperature or "
+            "precision than the trainer"
         )
 
     def _entropy(self, entropy: float | None) -> str | None:

@@ -193,10 +193,15 @@ class TorchBackend:
             if self._critic:
                 self._critic.step()
         self._optimizer.zero_grad(set_to_none=True)
-        gap = gap_metrics(np.concatenate(old), np.concatenate([packed.tokens.logprobs_N for packed in packs]))
+        old_N = np.concatenate(old)
+        sampled_N = np.concatenate([packed.tokens.logprobs_N for packed in packs])
+        fresh_N = np.concatenate([packed.tokens.versions_N for packed in packs]) == self.version
+        gap, fresh = gap_metrics(old_N, sampled_N), gap_metrics(old_N[fresh_N], sampled_N[fresh_N])
         means = extra | mean_metrics(sums) | mean_metrics(value_sums) | {"loss": loss_sum}
         if gap:
             means["gap_p99"] = gap["gap_p99"]
+        if fresh:
+            means["gap_fresh"] = fresh["gap_mean"]
         optim = {"optim/grad_norm": norm, "optim/skipped": float(not math.isfinite(norm))}
         return {f"policy/{name}": value for name, value in means.items()} | optim
 
