@@ -176,6 +176,7 @@ def sleepers(bench: Bench, n: int, seconds: int) -> list[Row]:
         rollouts = bench.post(LocalRun(command=["sleep", str(seconds)]), n)
         while bench.ended() < target and most < n:
             most = max(most, bench.running())
+            time.sleep(0.5)
         full = time.monotonic() - begun
         bench.wait(target)
     right = most == n and bench.states(rollouts) == {"failed": n}  # `sleep` never calls a model

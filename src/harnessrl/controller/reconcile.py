@@ -45,7 +45,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 StopReason = Literal["timeout", "lost", "shutdown"]
 
-_CLAIMS_AT_ONCE = 8
+_REQUESTS_AT_ONCE = 16
+"""About attempts: leases must not wait behind a thousand ends, and the client's pool is slow with a long queue."""
 _LOG_EVENT_BYTES = 32 << 10
 _PAGE = 500
 
@@ -129,8 +130,8 @@ class Controller:
         """Claimed, not yet started."""
         self._failures: dict[str, tuple[int, float]] = {}
         """Infrastructure failures in a row and when to try again, of rollouts that failed here."""
-        self._claims = asyncio.Semaphore(_CLAIMS_AT_ONCE)
-        self._stopping = False
+        self._requests = asyncio.Semaphore(_REQUESTS_AT_ONCE)
+        self._stopping = self._dropping = False
 
     async def run(self) -> None:
         """Until cancelled; then all agents are stopped and their ends reported, unless the runner keeps them."""
@@ -162,7 +163,7 @@ class Controller:
                     elif state in TERMINAL and rollout_id in self._attempts:
                         self._attempts[rollout_id].stop("lost")
             except (httpx.HTTPError, GatewayError) as error:
-                log.warning("no change stream from the gateway: %s", error or type(error).__name__)
+                log.warning("no change stream from the gateway: %s", _why(error))
             await asyncio.sleep(next(pauses))
 
     async def _changes(self, cursor: int | None) -> AsyncIterator[tuple[int, str, str]]:
@@ -193,7 +194,7 @@ class Controller:
                     self._spawn(rollout.rollout_id, self._claim_and_run(rollout))
                 pauses = self._pauses()
             except (httpx.HTTPError, GatewayError) as error:
-                log.warning("the gateway does not list what is queued: %s", error or type(error).__name__)
+                log.warning("the gateway does not list what is queued: %s", _why(error))
                 asyncio.get_running_loop().call_later(next(pauses), self._look_again)
 
     async def _next(self) -> Rollout | None:
@@ -234,7 +235,7 @@ class Controller:
     async def _claim_and_run(self, rollout: Rollout) -> None:
         request = ClaimRequest(controller=self._runner.name, lease_seconds=self._pace.lease_seconds)
         try:
-            async with self._claims:
+            async with self._requests:
                 claim = await self._gateway(claim_rollout(rollout.rollout_id, request))
         except GatewayError as error:
             self._failures.pop(rollout.rollout_id, None)
@@ -278,7 +279,8 @@ class Controller:
             await asyncio.sleep(left)
             if attempt.deadline() <= time.time():
                 with contextlib.suppress(httpx.HTTPError, GatewayError):
-                    await self._renew([attempt.rollout_id])  # it may have been held meanwhile
+                    async with self._requests:
+                        await self._renew([attempt.rollout_id])  # it may have been held meanwhile
         attempt.stop("timeout")
 
     async def _report(self, rollout_id: str, attempt_id: str, end: AttemptEnd) -> None:
@@ -298,14 +300,17 @@ class Controller:
         """Send until the gateway answers; None if it refuses."""
         for pause in self._pauses():
             try:
-                return await self._gateway(request)
+                async with self._requests:
+                    return await self._gateway(request)
             except httpx.HTTPError as error:
-                log.warning("%s: %s; trying again", request.path, error or type(error).__name__)
+                log.warning("%s: %s; trying again", request.path, _why(error))
             except GatewayError as error:
                 if error.status < 500:
                     log.info("%s: refused: %s", request.path, error)
                     return None
                 log.warning("%s: %s; trying again", request.path, error)
+            if self._dropping:
+                return None
             await asyncio.sleep(pause)
         return None
 
@@ -318,7 +323,7 @@ class Controller:
                 if ours := [*self._attempts, *self._starting]:
                     await self._renew(ours)
             except (httpx.HTTPError, GatewayError) as error:
-                log.warning("leases not renewed: %s", error or type(error).__name__)
+                log.warning("leases not renewed: %s", _why(error))
             await asyncio.sleep(self._pace.lease_seconds / 3)
 
     async def _renew(self, rollout_ids: list[str]) -> None:
@@ -358,9 +363,9 @@ class Controller:
             _, late = await asyncio.wait(late, timeout=2)
         await self._drop(late)
 
-    @staticmethod
-    async def _drop(tasks: "Iterable[asyncio.Task[None]]") -> None:
+    async def _drop(self, tasks: "Iterable[asyncio.Task[None]]") -> None:
         """What was not reported yet is found by the next controller."""
+        self._dropping = True
         dropped = list(tasks)
         for task in dropped:
             task.cancel()
@@ -368,6 +373,10 @@ class Controller:
 
     def _pauses(self) -> "_Pauses":
         return _Pauses(self._pace)
+
+
+def _why(error: Exception) -> str:
+    return str(error) or type(error).__name__
 
 
 class _Pauses:
