@@ -121,14 +121,21 @@ class Chat:
     def bridge(
         self, prompt: np.ndarray, sampled: np.ndarray, new: Sequence[Json], tools: list[Json]
     ) -> np.ndarray | None:
-        """`prompt` + `sampled` + the rendered `new` messages, or None where the renderer can't continue."""
+        """`prompt` + `sampled` + the rendered `new` messages, or None where the renderer can't continue.
+
+        It is shown the prompt's last turn only, which says all that matters, so that the cost is that of the new.
+        """
+        before = [*self._tail(prompt), *sampled.tolist()]
         bridged = self.renderer.bridge_to_next_turn(
-            prompt.tolist(),
+            before[: len(before) - len(sampled)],
             sampled.tolist(),
             _for_template(new),
             tools=tools or None,  # type: ignore[arg-type]
         )
-        return None if bridged is None else np.asarray(bridged.token_ids, dtype=np.int32)
+        if bridged is None or bridged.token_ids[: len(before)] != before:
+            return None
+        added = np.asarray(bridged.token_ids[len(before) :], dtype=np.int32)
+        return np.concatenate([prompt, sampled, added])
 
     def text(self, sampled: Sequence[int]) -> str:
         """All that was said, up to the end of the turn."""
