@@ -27,6 +27,7 @@ def serve(
     max_len: Annotated[int, Option(min=2, help="Context of the embedded engine, in tokens.")] = 8192,
 ) -> None:
     """Serve a model in every dialect, with the rendering and continuation of training, recording nothing."""
+    import structlog
     import uvicorn
 
     from harnessrl.engine.model import resolve
@@ -34,6 +35,7 @@ def serve(
     from harnessrl.gateway.settings import Settings
     from harnessrl.schemas import Endpoint
 
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("info"))
     folder = resolve(model)
     with ExitStack() as stack:
         url = engine or stack.enter_context(_Engine(model, max_len)).url
