@@ -117,7 +117,7 @@ class CollectConfig(Section):
 
 
 class OptimConfig(Section):
-    lr: float = 1e-6
+    lr: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-6
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
     grad_clip: float = 1.0
@@ -143,7 +143,7 @@ class TrainConfig(Section):
 
 
 class Config(Section):
-    name: str = "run"
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
     """Names the folder `runs/NAME`."""
     runs_dir: str = "runs"
     seed: int = 0

@@ -61,7 +61,7 @@ def ls(
             _short(rollout.input, 200),
             _short(status.error_message or "", 200),
         )
-    typer.echo(json.dumps(rows)) if as_json else Console().print(table)
+    typer.echo(json.dumps(rows)) if as_json else _console().print(table)
 
 
 @rollouts.command("show")
@@ -86,7 +86,7 @@ def show(
         }
         typer.echo(json.dumps(whole))
         return
-    console = Console()
+    console = _console()
     status = detail.rollout.status
     console.print(f"[bold]{rollout_id}[/]  {status.state}  attempts {', '.join(detail.attempts) or '–'}")
     console.print("task    ", Text(json.dumps(detail.rollout.input, ensure_ascii=False)))
@@ -140,6 +140,12 @@ def _print_call(console: Console, call: Call, data: Json) -> None:
         message = choice.get("message") or {}
         said = message.get("content") or json.dumps(message.get("tool_calls"), ensure_ascii=False)
         console.print(Text(f"  assistant: {_short(said, 400)}", style="cyan"))
+
+
+def _console() -> Console:
+    """Off a terminal, wide enough to leave ids whole."""
+    console = Console()
+    return console if console.is_terminal else Console(width=200)
 
 
 def _short(value: Any, width: int) -> str:

@@ -40,9 +40,9 @@ def train(
 
 def run(config: Config) -> Json:
     """Train as `config` says and print what came of it; returns what `result.json` holds."""
-    check(config)
-    from harnessrl.trainer.run import Run
-
+    with Console(stderr=True).status("starting"):
+        check(config)
+        from harnessrl.trainer.run import Run
     return _train(Run.create(config))
 
 
