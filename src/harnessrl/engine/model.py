@@ -24,7 +24,7 @@ def load_model(path: str | Path, dtype: torch.dtype = torch.float32) -> PreTrain
     """The causal LM, on the CPU, in evaluation mode. Raises ValueError if it is not there."""
     folder = resolve(path)
     try:
-        with _quiet():
+        with quiet():
             return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
     except OSError as error:
         raise ValueError(f"The folder {folder} holds no model that transformers can load: {error}") from error
@@ -77,7 +77,7 @@ def _from_package(package: str) -> Path:
     cache.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=cache))
     try:
-        with _quiet():
+        with quiet():
             _convert(_gguf(package), scratch)
         scratch.rename(target)
     except OSError:
@@ -114,8 +114,8 @@ def _convert(gguf: Path, target: Path) -> None:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without transformers' progress bars: reading a local file is over before they say anything."""
+def quiet() -> Iterator[None]:
+    """Without transformers' progress bars: a local file is read or written before they say anything."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     yield

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from harnessrl.config import Config, ModelConfig
 from harnessrl.engine.embedded import EmbeddedEngine
-from harnessrl.engine.model import load_model, load_tokenizer, resolve
+from harnessrl.engine.model import load_model, load_tokenizer, quiet, resolve
 from harnessrl.engine.server import serve
 from harnessrl.schemas import Endpoint
 from harnessrl.trainer.backends import LINEAGE
@@ -130,7 +130,8 @@ class TorchBackend:
         if self._config.model.lora_rank:
             model.save_pretrained(folder / "adapter")
             model = _merged(model)
-        model.save_pretrained(folder)
+        with quiet():
+            model.save_pretrained(folder)
         self._tokenizer.save_pretrained(folder)
         torch.save(self._optimizer.state_dict(), folder / "optimizer.pt")
         if self._critic:
