@@ -8,10 +8,17 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen3Config,
+)
 
 from harnessrl.config import Config
-from harnessrl.trainer.backends.torch import TorchBackend
+from harnessrl.trainer.backends.torch import TorchBackend, takes_trees
 from harnessrl.trainer.batch import Step, Update
 from harnessrl.trainer.rows import Row
 
@@ -136,6 +143,11 @@ def test_a_checkpoint_loads_in_transformers_and_samples_alike(backend: TorchBack
     expected = [logits[len(prompt) + i - 1, token].item() for i, token in enumerate(ids)]
     assert logprobs == pytest.approx(expected, abs=1e-3)
     assert json.loads((tmp_path / "harnessrl.json").read_text()) == {"version": 1, "renderer": {"name": "chatml"}}
+
+
+def test_only_models_that_attend_to_everything_take_several_rows_at_once() -> None:
+    assert takes_trees(LlamaConfig()) and takes_trees(Qwen3Config())
+    assert not takes_trees(Gemma3TextConfig()) and not takes_trees(MistralConfig(sliding_window=4096))
 
 
 @pytest.mark.parametrize("backend", [{"algorithm": {"kl_coef": 0.1}}], indirect=True)

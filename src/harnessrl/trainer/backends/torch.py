@@ -15,7 +15,7 @@ import numpy as np
 import structlog
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from harnessrl.config import Config, ModelConfig
 from harnessrl.engine.embedded import EmbeddedEngine
@@ -61,6 +61,12 @@ class TorchBackend:
         model = load_model(path, getattr(torch, config.model.dtype))
         model.to(self._device)  # type: ignore[arg-type]  (transformers' annotation of `to`)
         self._model = _with_lora(model, config.model, checkpoint) if lora else model
+        self._packs = takes_trees(model.config.get_text_config())
+        if config.train.share_prefixes and not self._packs:
+            raise ValueError(
+                f"train.share_prefixes: {config.model.path} has layers that do not attend to the whole context; "
+                "set it to false"
+            )
         self._parameters = [p for p in self._model.parameters() if p.requires_grad]
         optim = config.optim
         self._optimizer = torch.optim.AdamW(
@@ -106,7 +112,8 @@ class TorchBackend:
     def update(self, update: Update) -> dict[str, float]:
         train = self._config.train
         self._set_lr()
-        steps = [pack(step.rows, train.micro_batch_tokens, share=train.share_prefixes) for step in update.steps]
+        tokens = train.micro_batch_tokens if self._packs else 1
+        steps = [pack(step.rows, tokens, share=train.share_prefixes) for step in update.steps]
         packs = [packed for step in steps for packed in step]
         before = self._before(packs) if len(steps) > 1 or self._critic else {}
         if self._critic and packs:
@@ -252,6 +259,13 @@ class TorchBackend:
 
     def _tensor(self, array) -> Tensor:
         return torch.from_numpy(array).to(self._device)
+
+
+def takes_trees(config: PretrainedConfig) -> bool:
+    """Whether a block mask means the same to every layer; sliding windows and linear attention go by position."""
+    kinds = getattr(config, "layer_types", None) or []
+    windows = not kinds and getattr(config, "sliding_window", None)
+    return not windows and all(kind == "full_attention" for kind in kinds)
 
 
 def _device(name: str) -> torch.device:
