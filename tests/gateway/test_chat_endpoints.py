@@ -82,7 +82,7 @@ def client_of(gateway: Proxied, mode: str = "train") -> openai.AsyncOpenAI:
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_what_goes_up_and_what_is_recorded(tmp_path: Path, streamed: bool) -> None:
     async with upstream(lambda _: answer([1, 2, 3], [4, 5]), tmp_path) as (gateway, asked):
-        got = await client_of(gateway).chat.completions.create(**ASK, stream=streamed)
+        got: Any = await client_of(gateway).chat.completions.create(**ASK, stream=streamed)
         text = (
             "".join([c.choices[0].delta.content or "" async for c in got])
             if streamed
