@@ -43,7 +43,7 @@ test-fast: setup lint
 lint: setup
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/pyright
+	$(VENV)/bin/pyright --pythonpath $(RUN)
 
 bench: setup
 	@for module in benchmarks/*.py; do $(RUN) -m benchmarks.$$(basename $$module .py) --quick || exit 1; done
