@@ -31,6 +31,9 @@ def test_paths_are_beside_the_file() -> None:
         ("optim.lr=fast", "optim.lr"),
         ("nonsense", "key=value"),
         ("seed.x=1", "'seed' is not a section"),
+        ("name=a: b: c", "not valid YAML"),
+        ("model.path=[", "not valid YAML"),
+        ("agent.local.comand=[a]", "did you mean 'agent.local.command'"),
     ],
 )
 def test_mistakes_are_explained(override: str, said: str) -> None:

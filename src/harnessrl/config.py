@@ -9,7 +9,7 @@ import io
 import textwrap
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -46,10 +46,18 @@ class DataConfig(Section):
     """Held-out tasks; empty: no evaluation."""
 
 
+class Local(LocalRun):
+    model_config = ConfigDict(extra="forbid")
+
+
+class Kubernetes(KubernetesRun):
+    model_config = ConfigDict(extra="forbid")
+
+
 class AgentConfig(Section):
-    local: LocalRun | None = None
+    local: Local | None = None
     """How the local runner starts the agent; its `cwd` is relative to the configuration file."""
-    k8s: KubernetesRun | None = None
+    k8s: Kubernetes | None = None
     timeout_seconds: Positive = 600
     max_attempts: Positive = 2
     """Tries in all when the infrastructure fails; an agent's own failure is never retried."""
@@ -190,7 +198,12 @@ def _apply(tree: Json, override: str) -> None:
         tree = tree.setdefault(section, {})
         if not isinstance(tree, dict):
             raise ValueError(f"{key!r}: {section!r} is not a section")
-    tree[leaf] = yaml.safe_load(text) if text else ""
+    try:
+        tree[leaf] = yaml.safe_load(text) if text else ""
+    except yaml.YAMLError:
+        raise ValueError(
+            f"{override!r}: {text!r} is not valid YAML; put it in quotes, as in 'key=\"a: b\"'"
+        ) from None
 
 
 def _explain(error: ValidationError) -> str:
@@ -206,8 +219,9 @@ def known_keys(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
     keys: list[str] = []
     for name, field in model.model_fields.items():
         keys.append(prefix + name)
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            keys += known_keys(field.annotation, f"{prefix}{name}.")
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                keys += known_keys(kind, f"{prefix}{name}.")
     return keys
 
 

@@ -171,6 +171,12 @@ async def test_a_reward_is_a_finite_number(http: httpx.AsyncClient, value: Any):
     assert (await event(http, rollout_id, "reward", {"value": value})).status_code == 422
 
 
+@pytest.mark.parametrize("where", [{"turn": [1]}, {"turn": "1"}, {"call_id": [1]}, {"call_id": 1}])
+async def test_a_reward_names_its_call_by_id_or_turn(http: httpx.AsyncClient, where: dict[str, Any]):
+    rollout_id = await create(http)
+    assert (await event(http, rollout_id, "reward", {"value": 1.0} | where)).status_code == 422
+
+
 async def test_an_ended_rollout_takes_no_more_events(http: httpx.AsyncClient):
     rollout_id = await create(http)
     await patch(http, rollout_id, state="failed")

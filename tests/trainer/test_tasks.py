@@ -1,3 +1,4 @@
+import json
 from itertools import islice
 from pathlib import Path
 
@@ -18,6 +19,15 @@ def test_a_broken_task_file_is_named_with_its_line(tmp_path: Path, text: str, sa
     (tmp_path / "tasks.jsonl").write_text(text)
     with pytest.raises(ValueError, match=said):
         read_tasks(tmp_path / "tasks.jsonl")
+
+
+@pytest.mark.parametrize("character", ["\u2028", "\x85", "é你🎉"])
+def test_any_unicode_may_stand_in_a_task(tmp_path: Path, character: str) -> None:
+    task = {"a": f"b{character}c"}
+    (tmp_path / "tasks.jsonl").write_text(
+        f"\ufeff{json.dumps(task, ensure_ascii=False)}\r\n\n{{}}", encoding="utf-8"
+    )
+    assert read_tasks(tmp_path / "tasks.jsonl") == [task, {}]
 
 
 def test_a_missing_task_file_is_named(tmp_path: Path) -> None:

@@ -34,6 +34,8 @@ def harnessrl() -> None:
 def main() -> None:
     for command in COMMANDS:
         importlib.import_module(f"harnessrl.cli.{command}")
+    import httpx
+
     from harnessrl.client import GatewayError
 
     try:
@@ -42,3 +44,7 @@ def main() -> None:
         if os.environ.get("HARNESSRL_DEBUG"):
             raise
         sys.exit(f"error: {error}")
+    except httpx.TransportError as error:
+        if os.environ.get("HARNESSRL_DEBUG"):
+            raise
+        sys.exit(f"error: lost the gateway, or never reached it: {error}")

@@ -124,7 +124,8 @@ def versions() -> dict[str, str]:
 
 def summary(result: Json, folder: Path) -> Table:
     table = Table(title=f"run {result['name']}", show_header=False, title_justify="left")
-    reward = "{:.3f} → {:.3f}".format(result["eval_before"], result["eval_after"]) if result["eval_before"] else "–"
+    before, after = result["eval_before"], result["eval_after"]
+    reward = "–" if before is None else f"{before:.3f} → {after:.3f}"
     rows = (
         ("held-out reward", reward),
         ("updates, rollouts", f"{result['updates']}, {result['rollouts']}"),

@@ -13,7 +13,7 @@ __all__ = ["TaskDealer", "read_tasks"]
 def read_tasks(path: Path) -> list[Json]:
     """One JSON object a line; ValueError names the file and the line that is not."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except OSError as error:
         raise ValueError(f"cannot read the tasks {path}: {error.strerror}") from None
     except UnicodeDecodeError:

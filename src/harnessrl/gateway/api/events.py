@@ -7,7 +7,7 @@ from fastapi import APIRouter, HTTPException, Query, Response
 
 from harnessrl.gateway.api.wire import AttemptId, CallerDep, GatewayDep, GuardedRoute, RolloutId, answer
 from harnessrl.gateway.store.v1 import triplets
-from harnessrl.schemas import Call, Event, NewEvent
+from harnessrl.schemas import Call, Event, Json, NewEvent
 
 __all__ = ["router"]
 
@@ -23,12 +23,18 @@ async def add(
     is_reward = event.event_type == "reward"
     if is_reward and not _is_finite(event.data.get("value")):
         raise HTTPException(422, "A reward event needs data.value, a finite number")
+    if is_reward and not _names_a_call(event.data):
+        raise HTTPException(422, "A reward event's data.call_id is a string, its data.turn a whole number")
     late = is_reward and access.reward_from == "evaluator" and caller.role in ("evaluator", "admin")
     return answer(await gateway.store.add_event(rollout_id, attempt_id, event.event_type, event.data, late))
 
 
 def _is_finite(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _names_a_call(data: Json) -> bool:
+    return isinstance(data.get("call_id"), str | None) and isinstance(data.get("turn"), int | None)
 
 
 @router.get("/events", response_model=list[Event])
