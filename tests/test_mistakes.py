@@ -152,6 +152,22 @@ def test_ctrl_c_ends_everything_in_seconds(tmp_path: Path) -> None:
     assert not running_in(tmp_path)
 
 
+@pytest.mark.parametrize("service", ["gateway", "controller"])
+def test_a_service_that_dies_ends_the_run_and_says_so(tmp_path: Path, service: str) -> None:
+    train(tmp_path, "call(); time.sleep(60)", "train.updates=0")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "harnessrl", "train", str(tmp_path / "config.json"), "name=stopped"],
+        stderr=subprocess.PIPE,
+    )
+    while not any(p.info["cwd"] == str(tmp_path) for p in running_in(tmp_path)):
+        assert process.poll() is None
+        time.sleep(0.2)
+    os.kill(json.loads((tmp_path / "runs" / "stopped" / f"{service}.json").read_text())["pid"], signal.SIGKILL)
+    said = process.communicate(timeout=40)[1].decode()
+    assert process.returncode == 1
+    assert "Traceback" not in said and f"`harnessrl {service}` has ended" in said
+
+
 def running_in(folder: Path) -> list[psutil.Process]:
     """Harnesses and services of a run."""
     return [

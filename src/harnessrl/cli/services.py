@@ -70,11 +70,24 @@ class Service:
         while time.monotonic() < deadline:
             if match := re.search(pattern, self._log.read_text(errors="replace")):
                 return match[1]
-            if not self._process.is_running() or self._process.status() == psutil.STATUS_ZOMBIE:
+            if self._ended():
                 break
             time.sleep(0.05)
-        tail = self._log.read_text(errors="replace").strip().splitlines()[-1:]
-        raise RuntimeError(f"`harnessrl {self._name}` did not start: {' '.join(tail)} (see {self._log})")
+        raise RuntimeError(f"`harnessrl {self._name}` did not start: {self._last_words()} (see {self._log})")
+
+    def check(self) -> None:
+        """Raises RuntimeError if the process has ended on its own."""
+        if self._ended():
+            raise RuntimeError(f"`harnessrl {self._name}` has ended: {self._last_words()} (see {self._log})")
+
+    def _ended(self) -> bool:
+        try:
+            return self._process.status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+    def _last_words(self) -> str:
+        return " ".join(self._log.read_text(errors="replace").strip().splitlines()[-1:])
 
     def __exit__(self, *_: object) -> None:
         try:

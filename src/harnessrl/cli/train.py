@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from harnessrl.cli import app
-from harnessrl.cli.services import controller_service, gateway_key, gateway_service
+from harnessrl.cli.services import Service, controller_service, gateway_key, gateway_service
 from harnessrl.cli.view import View
 from harnessrl.client import AsyncClient
 from harnessrl.config import Config, load_config
@@ -21,6 +22,9 @@ from harnessrl.schemas import Json
 if TYPE_CHECKING:
     from harnessrl.trainer.backends.torch import TorchBackend
     from harnessrl.trainer.run import Run
+
+
+WATCH_SECONDS = 1.0
 
 
 @app.command()
@@ -82,22 +86,44 @@ def _with_services(run: "Run", console: Console) -> Json:
             backend = TorchBackend(config, run.checkpoint, run.lineage)
             stack.callback(backend.close)
         url, key = config.gateway.url, gateway_key(config, run.folder)
+        services: list[Service] = []
         if url is None:
-            url = stack.enter_context(gateway_service(config, run.folder, key)).address
+            services.append(stack.enter_context(gateway_service(config, run.folder, key)))
+            url = services[0].address
         if config.controller.runner == "local":
-            stack.enter_context(controller_service(config, run.folder, url, key))
+            services.append(stack.enter_context(controller_service(config, run.folder, url, key)))
         console.print(
             f"run {run.folder}  model {config.model.path}  gateway {url}", highlight=False, soft_wrap=True
         )
         view = stack.enter_context(View(config.train.updates, console))
-        return asyncio.run(_loop(backend, url, key, run, view))
+        return asyncio.run(_loop(backend, url, key, run, view, services))
 
 
-async def _loop(backend: "TorchBackend", url: str, key: str, run: "Run", view: View) -> Json:
+async def _loop(
+    backend: "TorchBackend", url: str, key: str, run: "Run", view: View, services: Sequence[Service]
+) -> Json:
+    """Train, until it is done or one of the services has ended."""
     from harnessrl.trainer.loop import train
 
     async with AsyncClient(url, key) as gateway:
-        return await train(backend, gateway, run, view)
+        training = asyncio.ensure_future(train(backend, gateway, run, view))
+        watching = asyncio.ensure_future(_watch(services))
+        try:
+            await asyncio.wait([training, watching], return_when=asyncio.FIRST_COMPLETED)
+            for service in services:
+                service.check()
+            return await training
+        finally:
+            for task in (training, watching):
+                task.cancel()
+            await asyncio.gather(training, watching, return_exceptions=True)
+
+
+async def _watch(services: Sequence[Service]) -> None:
+    while True:
+        for service in services:
+            service.check()
+        await asyncio.sleep(WATCH_SECONDS)
 
 
 def check(config: Config) -> None:

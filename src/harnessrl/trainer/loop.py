@@ -288,7 +288,7 @@ class _Session:
 
 
 def _reason(rollout: FinishedRollout) -> str:
-    return f"{rollout.error_message} ({rollout.failure_kind})"
+    return f"{rollout.error_message} (counts as {rollout.failure_kind}'s)"
 
 
 def _why_nothing_completes(group: CollectedGroup, count: int) -> str:
