@@ -18,10 +18,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from calculator_policy import Episode, Policy, Task, questions
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.kit.calculator_policy import Episode, Policy, Task, questions
 from harnessrl.trainer.batch import Group, Update, build_update
 
 TRIES = 4

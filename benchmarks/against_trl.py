@@ -20,10 +20,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from calculator_policy import TINY, Episode, Policy, Task, calculate, prompt_of, questions
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.kit.calculator_policy import TINY, Episode, Policy, Task, calculate, prompt_of, questions
 from harnessrl.engine.model import load_model, load_tokenizer
 from harnessrl.trainer.batch import Group, build_update
 
@@ -162,7 +162,7 @@ def main() -> None:
     table.title = Path(options.model).name
     times = []
     for name in ("trl", "ours"):
-        command = [sys.executable, __file__, *sys.argv[1:], "--only", name]
+        command = [sys.executable, "-m", "benchmarks.against_trl", *sys.argv[1:], "--only", name]
         result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         found = json.loads(result.stdout.splitlines()[-1])
         times.append([statistics.median(found[clock][2:]) for clock in ("seconds", "cpu")])

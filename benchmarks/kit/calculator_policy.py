@@ -19,7 +19,7 @@ from harnessrl.schemas import Call, Json
 from harnessrl.trainer.backends.torch import TorchBackend
 from harnessrl.trainer.rollout import FinishedRollout
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TINY = ROOT / "tests" / "assets" / "tiny"
 sys.path.insert(0, str(ROOT / "examples" / "quickstart"))
 
