@@ -7,6 +7,7 @@ advantages, weights, and the layout of micro-batches; parsing of the JSON before
 """
 
 import argparse
+import json
 import resource
 import time
 
@@ -79,7 +80,11 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--groups", type=int, default=4)
     arguments.add_argument("--fragment", action="store_true")
+    arguments.add_argument("--quick", action="store_true", help="one group")
+    arguments.add_argument("--json", action="store_true")
     options = arguments.parse_args()
+    if options.quick:
+        options.groups = 1
     rng = np.random.default_rng(0)
     wire = TypeAdapter(list[Call])
     captured = {}
@@ -114,6 +119,9 @@ def main() -> None:
     lap("plan over 8 ranks")
 
     assembled = sum(seconds for name, seconds in times.items() if name != "parse JSON")
+    if options.json:
+        print(json.dumps({"prompt_tokens": prompt_tokens, "seconds": times, "peak_mb": peak_mb()}))
+        return
     table = Table("stage", "seconds", "million prompt tokens/s")
     for name, seconds in [*times.items(), ("calls → packed batch", assembled)]:
         table.add_row(name, f"{seconds:.3f}", f"{prompt_tokens / seconds / 1e6:,.1f}")

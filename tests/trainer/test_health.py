@@ -66,5 +66,12 @@ def test_no_spread_rings_after_five_updates_in_a_row():
     assert rung == [False] * 9 + [True] + [False]
 
 
+def test_a_policy_that_got_better_may_be_sure():
+    health = Health()
+    assert health.alarms({"policy/entropy": 1.0, "reward/train": 0.3}) == []
+    assert health.alarms({"policy/entropy": 0.05, "reward/train": 0.9}) == []
+    assert len(health.alarms({"policy/entropy": 0.05, "reward/train": 0.3})) == 1
+
+
 def test_missing_metrics_ring_nothing():
     assert Health().alarms({}) == []

@@ -71,6 +71,7 @@ class Health:
         self._gaps: deque[float] = deque(maxlen=MEMORY)
         self._gradients: deque[float] = deque(maxlen=MEMORY)
         self._first_entropy: float | None = None
+        self._first_reward = 0.0
         self._without_spread = 0
         self._ringing: set[str] = set()
 
@@ -78,7 +79,7 @@ class Health:
         """What went wrong with this update, each with what to do; an alarm that goes on rings only once."""
         found = {
             "gap": self._gap(metrics.get("policy/gap_fresh")),
-            "entropy": self._entropy(metrics.get("policy/entropy")),
+            "entropy": self._entropy(metrics.get("policy/entropy"), metrics.get("reward/train", 0.0)),
             "spread": self._spread(metrics.get("batch/groups"), metrics.get("batch/groups_without_spread")),
             "gradient": self._gradient(metrics.get("optim/grad_norm")),
             "truncated": _truncated(metrics.get("batch/calls_truncated")),
@@ -101,12 +102,13 @@ class Health:
             "precision than the trainer"
         )
 
-    def _entropy(self, entropy: float | None) -> str | None:
+    def _entropy(self, entropy: float | None, reward: float) -> str | None:
+        """A policy that got better may be sure of itself; one that didn't has stopped looking."""
         if entropy is None:
             return None
         if self._first_entropy is None:
-            self._first_entropy = entropy
-        if entropy >= ENTROPY_COLLAPSE * self._first_entropy:
+            self._first_entropy, self._first_reward = entropy, reward
+        if entropy >= ENTROPY_COLLAPSE * self._first_entropy or reward > self._first_reward:
             return None
         return (
             f"entropy fell from {self._first_entropy:.3g} to {entropy:.3g}: the policy hardly explores; lower the "

@@ -177,6 +177,7 @@ class _Session:
             seed=self._config.seed + self.updates,
         )
         sampled_by = staleness_metrics(update.rows, self._backend.version)
+        self._warn_without_tokens(groups)
         metrics = await self._train(update)
         await self._gateway(register_endpoints(self._backend.endpoints()))
         await self._gateway(resume())
@@ -276,6 +277,14 @@ class _Session:
             self._dropped_in_a_row += 1
             if self._dropped_in_a_row >= self._schedule.in_flight:
                 raise RuntimeError(_why_nothing_completes(group, self._dropped_in_a_row))
+
+    def _warn_without_tokens(self, groups: Sequence[CollectedGroup]) -> None:
+        calls = [call for group in groups for rollout in group.rollouts for call in rollout.calls]
+        if any(call.sampled_ids for call in calls):
+            return
+        errors = Counter(str(call.error.get("message", call.error)) for call in calls if call.error)
+        first = f"; most often: {errors.most_common(1)[0][0]}" if errors else ""
+        self._progress.warn(f"nothing to train on: none of {len(calls)} model calls has an answer{first}")
 
     def _outcomes(self, groups: Sequence[CollectedGroup]) -> list[float]:
         failed = self._config.algorithm.failure_reward

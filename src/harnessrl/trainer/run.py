@@ -137,6 +137,8 @@ def _fresh(runs: Path, name: str) -> Path:
             return folder
         except FileExistsError:
             continue
+        except OSError as error:
+            raise ValueError(f"runs_dir: cannot make the folder {folder} ({error.strerror})") from None
     raise ValueError(f"{runs} holds too many runs named {name}; remove some or give another name=…")
 
 
