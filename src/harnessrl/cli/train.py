@@ -152,13 +152,15 @@ def summary(result: Json, folder: Path) -> Table:
     table = Table(title=f"run {result['name']}", show_header=False, title_justify="left")
     before, after = result["eval_before"], result["eval_after"]
     reward = "–" if before is None else f"{before:.3f} → {after:.3f}"
+    store = folder / "rollouts.db"
+    where = f"--store {store}" if store.exists() else "--gateway URL --key KEY"
     rows = (
         ("held-out reward", reward),
         ("updates, rollouts", f"{result['updates']}, {result['rollouts']}"),
         ("time", f"{result['seconds_total']:.0f} s"),
         ("reward curve", str(folder / "reward.png")),
         ("checkpoint", str(result["checkpoint"])),
-        ("every rollout", f"harnessrl rollouts ls --store {folder / 'rollouts.db'}"),
+        ("every rollout", f"harnessrl rollouts ls {where}"),
         ("next", "your own agent: docs/quickstart.md, “Your own agent”"),
     )
     for row in rows:

@@ -1,5 +1,6 @@
 """A run's folder `runs/NAME`: configuration, metrics (JSONL and TensorBoard), checkpoints, result, reward curve."""
 
+import fcntl
 import json
 import os
 import secrets
@@ -7,7 +8,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Self, TextIO
 
 from harnessrl.config import Config, load_config, to_yaml
 from harnessrl.schemas import Json
@@ -22,6 +23,7 @@ class Run:
     def __init__(self, folder: Path, config: Config, run_id: str, lineage: int):
         from torch.utils.tensorboard import SummaryWriter
 
+        self._lock = _locked(folder)
         self.folder, self.config = folder, config
         self.id = run_id
         """Names this run's rollouts at the gateway, which other runs may share."""
@@ -106,6 +108,7 @@ class Run:
     def finish(self, result: Json) -> None:
         self._metrics.close()
         self._tensorboard.close()
+        self._lock.close()
         (self.folder / "result.json").write_text(json.dumps(result, indent=2) + "\n")
         self._draw()
 
@@ -122,7 +125,8 @@ class Run:
                 axes.plot(*zip(*points, strict=True), style, label=name.removeprefix("reward/"))
         axes.set(xlabel="update", ylabel="mean reward", title=self.folder.name)
         axes.grid(alpha=0.3)
-        axes.legend()
+        if axes.has_data():
+            axes.legend()
         figure.tight_layout()
         figure.savefig(self.folder / "reward.png", dpi=120)
         pyplot.close(figure)
@@ -140,6 +144,17 @@ def _fresh(runs: Path, name: str) -> Path:
         except OSError as error:
             raise ValueError(f"runs_dir: cannot make the folder {folder} ({error.strerror})") from None
     raise ValueError(f"{runs} holds too many runs named {name}; remove some or give another name=…")
+
+
+def _locked(folder: Path) -> TextIO:
+    """A file whose lock lasts as long as this process; ValueError if another one trains in `folder`."""
+    lock = (folder / "run.lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise ValueError(f"{folder} is being trained by another process: end that one first") from None
+    return lock
 
 
 def _read_jsonl(path: Path) -> list[Json]:
