@@ -61,6 +61,8 @@ def controller(
 
         # `python` in a command means the one that this runs in, also where no environment was activated.
         os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
+        # What an agent printed before it was killed is wanted most of all.
+        os.environ.setdefault("PYTHONUNBUFFERED", "1")
         options = LocalOptions(grace_seconds, lease_seconds, keep_failed, memory_mb)
         with LocalRunner(workdir, agent_url, key, options) as running:
             await serve(gateway, key, running, concurrency, pace)

@@ -73,7 +73,7 @@ def _train(run: "Run") -> Json:
     result["seconds_total"] = round(time.monotonic() - began, 1)
     result["versions"] = versions()
     run.finish(result)
-    console.print(summary(result, run.folder))
+    report(console, result, run.folder)
     return result
 
 
@@ -148,21 +148,20 @@ def versions() -> dict[str, str]:
     return {name: version(name) for name in ("torch", "transformers", "renderers")}
 
 
-def summary(result: Json, folder: Path) -> Table:
+def report(console: Console, result: Json, folder: Path) -> None:
+    """A table of what the run did, and what to do next."""
     table = Table(title=f"run {result['name']}", show_header=False, title_justify="left")
     before, after = result["eval_before"], result["eval_after"]
-    reward = "–" if before is None else f"{before:.3f} → {after:.3f}"
+    table.add_row("held-out reward", "–" if before is None else f"{before:.3f} → {after:.3f}")
+    table.add_row("updates, rollouts", f"{result['updates']}, {result['rollouts']}")
+    table.add_row("time", f"{result['seconds_total']:.0f} s")
+    console.print(table)
     store = folder / "rollouts.db"
     where = f"--store {store}" if store.exists() else "--gateway URL --key KEY"
-    rows = (
-        ("held-out reward", reward),
-        ("updates, rollouts", f"{result['updates']}, {result['rollouts']}"),
-        ("time", f"{result['seconds_total']:.0f} s"),
-        ("reward curve", str(folder / "reward.png")),
-        ("checkpoint", str(result["checkpoint"])),
+    for what, value in (
+        ("reward curve", folder / "reward.png"),
+        ("checkpoint", result["checkpoint"]),
         ("every rollout", f"harnessrl rollouts ls {where}"),
         ("next", "your own agent: docs/quickstart.md, “Your own agent”"),
-    )
-    for row in rows:
-        table.add_row(*row)
-    return table
+    ):
+        console.print(f"{what:<14} {value}", highlight=False, soft_wrap=True)
