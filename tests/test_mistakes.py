@@ -138,14 +138,7 @@ def test_a_full_disk_costs_the_checkpoint_not_the_run(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_ends_everything_in_seconds(tmp_path: Path) -> None:
-    train(tmp_path, "call(); time.sleep(60)", "train.updates=0")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "harnessrl", "train", str(tmp_path / "config.json"), "name=stopped"],
-        stderr=subprocess.PIPE,
-    )
-    while not any(p.info["cwd"] == str(tmp_path) for p in running_in(tmp_path)):
-        assert process.poll() is None
-        time.sleep(0.2)
+    process = training_with_a_harness_at_work(tmp_path)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=20)
     assert said.decode().strip().splitlines()[-1] == "stopped"
@@ -154,18 +147,23 @@ def test_ctrl_c_ends_everything_in_seconds(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("service", ["gateway", "controller"])
 def test_a_service_that_dies_ends_the_run_and_says_so(tmp_path: Path, service: str) -> None:
-    train(tmp_path, "call(); time.sleep(60)", "train.updates=0")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "harnessrl", "train", str(tmp_path / "config.json"), "name=stopped"],
-        stderr=subprocess.PIPE,
-    )
-    while not any(p.info["cwd"] == str(tmp_path) for p in running_in(tmp_path)):
-        assert process.poll() is None
-        time.sleep(0.2)
+    process = training_with_a_harness_at_work(tmp_path)
     os.kill(json.loads((tmp_path / "runs" / "stopped" / f"{service}.json").read_text())["pid"], signal.SIGKILL)
     said = process.communicate(timeout=40)[1].decode()
     assert process.returncode == 1
     assert "Traceback" not in said and f"`harnessrl {service}` has ended" in said
+
+
+def training_with_a_harness_at_work(folder: Path) -> subprocess.Popen[bytes]:
+    train(folder, "call(); time.sleep(60)", "train.updates=0")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "harnessrl", "train", str(folder / "config.json"), "name=stopped"],
+        stderr=subprocess.PIPE,
+    )
+    while not any(p.info["cwd"] == str(folder) for p in running_in(folder)):
+        assert process.poll() is None
+        time.sleep(0.2)
+    return process
 
 
 def running_in(folder: Path) -> list[psutil.Process]:

@@ -28,6 +28,8 @@ class View:
     def __init__(self, updates: int, console: Console | None = None):
         self._console = console or Console(stderr=True)
         self._updates, self._done, self._began = updates, 0, time.monotonic()
+        self._seen = 0
+        """Updates of this process: a resumed run has done others before."""
         self._bar = Progress(
             TextColumn("{task.description:<9}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
             TextColumn("{task.fields[note]}"), console=self._console, transient=True,
@@ -50,7 +52,7 @@ class View:
 
     def update(self, number: int, metrics: dict[str, float]) -> None:
         if "reward/train" in metrics:
-            self._done = number
+            self._done, self._seen = number, self._seen + 1
         shown = [text.format(metrics[name]) for name, text in COLUMNS if name in metrics]
         self._console.print(
             f"update {number:>4}/{self._updates}  " + "  ".join(shown), highlight=False, soft_wrap=True
@@ -60,7 +62,7 @@ class View:
         self._console.print(Text.assemble(("warning: ", "yellow"), message), soft_wrap=True)
 
     def _eta(self) -> str:
-        if not self._done:
+        if not self._seen:
             return ""
-        left = (time.monotonic() - self._began) / self._done * (self._updates - self._done)
+        left = (time.monotonic() - self._began) / self._seen * (self._updates - self._done)
         return f"about {left / 60:.0f} min left"

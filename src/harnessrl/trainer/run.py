@@ -120,9 +120,10 @@ class Run:
 
         figure, axes = pyplot.subplots(figsize=(7, 4))
         for name, style in (("reward/train", "-"), ("reward/eval", "o--")):
-            points = [(row["update"], row[name]) for row in self.history if name in row]
+            # Of an update that a resumption trained again, the last.
+            points = {row["update"]: row[name] for row in self.history if name in row}
             if points:
-                axes.plot(*zip(*points, strict=True), style, label=name.removeprefix("reward/"))
+                axes.plot(list(points), list(points.values()), style, label=name.removeprefix("reward/"))
         axes.set(xlabel="update", ylabel="mean reward", title=self.folder.name)
         axes.grid(alpha=0.3)
         if axes.has_data():
