@@ -270,6 +270,8 @@ class Call(Wire):
     the call `parent`, followed by `new_prompt_ids`. `harnessrl.client.full_prompts` puts it together.
     """
 
+    extensions = frozenset({"arrays"})
+
     call_id: str
     rollout_id: str
     attempt_id: str
@@ -288,6 +290,8 @@ class Call(Wire):
     """Of `sampled_ids`, natural log, of the distribution sampled from; None if the engine gave none."""
     versions: list[tuple[int, int]]
     """Policy versions of `sampled_ids`, run-length coded: (version, tokens)."""
+    arrays: dict[str, list[Any]] | None = None
+    """Further arrays of numbers by name (expert routing, sampling masks); the first axis goes by `sampled_ids`."""
     temperature: float
     finish_reason: str | None
     delivered: bool

@@ -92,6 +92,7 @@ def test_one_lost_capture_makes_the_rollout_unusable():
 def test_arrays_of_the_wrong_length_make_the_rollout_unusable():
     assert tree(call(0, [1], [2, 3], logprobs=[-1.0])).unusable
     assert tree(call(0, [1], [2, 3], versions=[(0, 1)])).unusable
+    assert tree(call(0, [1], [2, 3], arrays={"experts": [1]})).unusable
     assert not tree(call(0, [1], [2, 3], logprobs=None)).unusable
 
 

@@ -81,6 +81,9 @@ def _unusable(calls: list[Call]) -> str | None:
             return f"call {call.call_id} has {len(call.logprobs)} log-probabilities for {sampled} tokens"
         if sum(tokens for _, tokens in call.versions) != sampled:
             return f"call {call.call_id} has policy versions for other than its {sampled} tokens"
+        for name, array in (call.arrays or {}).items():
+            if len(array) != sampled:
+                return f"call {call.call_id} has {len(array)} values of {name} for {sampled} tokens"
     return None
 
 
