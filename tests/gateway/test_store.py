@@ -116,6 +116,9 @@ async def test_records_for_the_proxys_memory_are_what_was_given(store: SqliteSto
     for a, b in zip(sent, got, strict=True):
         assert plain(_fields(a)) == plain(_fields(b))
     assert got[1].arrays["experts"].dtype == np.int16
+    calls = plain(await store.calls(rollout_id))
+    assert calls[1]["arrays"] == {"experts": np.arange(40).reshape(20, 2).tolist()}
+    assert "arrays" not in calls[0]
 
 
 def _fields(call: CallRecord) -> dict[str, Any]:

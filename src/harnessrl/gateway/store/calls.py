@@ -58,6 +58,7 @@ class StoredCall:
     facts: Json
     http_status: int
     delivered: bool
+    arrays: dict[str, np.ndarray]
 
 
 class Chain:
@@ -161,7 +162,15 @@ def read_calls(db: sqlite3.Connection, rollout: int, attempt_id: str) -> dict[in
         (rollout, attempt_id),
     ).fetchall()
     large = dict(db.execute("SELECT digest, value FROM fields WHERE rollout = ?", (rollout,)))
-    return {row[0]: _stored(row, large) for row in rows}
+    calls = {row[0]: _stored(row, large) for row in rows}
+    arrays = db.execute(
+        "SELECT entry, name, dtype, shape, value FROM arrays JOIN entries ON entries.id = entry "
+        "WHERE rollout = ? AND attempt_id = ?",
+        (rollout, attempt_id),
+    )
+    for entry, name, dtype, shape, value in arrays:
+        calls[entry].arrays[name] = np.frombuffer(value, dtype).reshape(orjson.loads(shape))
+    return calls
 
 
 def whole_request(call: StoredCall, messages: list[Any]) -> Json:
@@ -184,15 +193,13 @@ def call_of(call: StoredCall, rollout_id: str, attempt_id: str, index: int, pare
         sampled_ids=call.sampled_ids.tolist(),
         logprobs=None if call.logprobs is None else call.logprobs.tolist(),
         delivered=call.delivered,
+        arrays={name: array.tolist() for name, array in call.arrays.items()} or None,
         **{name: facts[name] for name in facts.keys() & Call.model_fields.keys()},
     )
 
 
-def record_of(
-    db: sqlite3.Connection, call: StoredCall, rollout_id: str, attempt_id: str, parent: str | None, chain: Chain
-) -> CallRecord:
+def record_of(call: StoredCall, rollout_id: str, attempt_id: str, parent: str | None, chain: Chain) -> CallRecord:
     prompt, messages = chain.add(call)
-    arrays = db.execute("SELECT name, dtype, shape, value FROM arrays WHERE entry = ?", (call.entry,))
     facts = {**call.facts, "versions": [(v, n) for v, n in call.facts["versions"]]}
     return CallRecord(
         call_id=call.call_id,
@@ -206,7 +213,7 @@ def record_of(
         parent=parent,
         http_status=call.http_status,
         delivered=call.delivered,
-        arrays={n: np.frombuffer(v, dtype).reshape(orjson.loads(shape)) for n, dtype, shape, v in arrays},
+        arrays=call.arrays,
         **facts,
     )
 
@@ -235,6 +242,7 @@ def _stored(row: tuple[Any, ...], large: dict[str, bytes]) -> StoredCall:
         facts=orjson.loads(row[11]),
         http_status=row[12],
         delivered=bool(row[13]),
+        arrays={},
     )
 
 

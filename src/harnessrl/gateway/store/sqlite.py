@@ -405,7 +405,7 @@ class SqliteStore:
             ids = {entry: call.call_id for entry, call in calls.items()}
             chain = Chain()
             return [
-                record_of(db, call, rollout_id, attempt_id, ids[call.parent] if call.parent else None, chain)
+                record_of(call, rollout_id, attempt_id, ids[call.parent] if call.parent else None, chain)
                 for call in calls.values()
             ]
 
