@@ -28,10 +28,11 @@ def test_a_chain_is_one_row_with_everything_known_of_each_token():
 
 
 def test_further_arrays_of_calls_pass_through():
-    experts = call(0, [1, 2], [3], arrays={"experts": [[7, 9]]})
-    (row,), _ = rows_of(experts, call(1, [1, 2, 3, 4], [5, 6], arrays={"experts": [[1, 2], [3, 4]], "kept": [1, 1]}))
-    assert row.arrays_T["experts"].tolist() == [[0, 0], [0, 0], [7, 9], [0, 0], [1, 2], [3, 4]]
-    assert row.arrays_T["kept"].tolist() == [0, 0, 0, 0, 1, 1]
+    first = call(0, [1, 2], [3], arrays={"experts": [[7, 9]]})
+    second = call(1, [1, 2, 3, 4], [5, 6], arrays={"experts": [[1, 2], [3, 4]], "kept": [1, 1]})
+    (row,), _ = rows_of(first, second)
+    assert row.further["experts"].tolist() == [[0, 0], [0, 0], [7, 9], [0, 0], [1, 2], [3, 4]]
+    assert row.further["kept"].tolist() == [0, 0, 0, 0, 1, 1]
 
 
 def test_a_fork_trains_what_it_shares_in_its_first_row_only():

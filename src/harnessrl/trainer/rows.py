@@ -42,8 +42,8 @@ class Row:
     """float32, filled in by `build_update`; with a critic by `critic_advantages`, for DPO by `dpo_advantages`."""
     weights_T: np.ndarray
     """float32, filled in by `build_update`: the step's loss is the sum of weight · loss over all its tokens."""
-    arrays_T: dict[str, np.ndarray] = field(default_factory=dict)
-    """Further arrays of the calls, as they came; 0 where a call has none of that name."""
+    further: dict[str, np.ndarray] = field(default_factory=dict)
+    """Further arrays of the calls, by token, as they came; 0 where a call has none of that name."""
 
     def __len__(self) -> int:
         return len(self.ids_T)
@@ -136,7 +136,7 @@ def _row(trajectory: Trajectory, leaf: int, trained: list[int]) -> Row:
             row.logprobs_T[span] = np.where(np.isfinite(logprobs), logprobs, np.nan)
         for name, values in (call.arrays or {}).items():
             array = np.asarray(values)
-            whole = row.arrays_T.setdefault(name, np.zeros((n, *array.shape[1:]), dtype=array.dtype))
+            whole = row.further.setdefault(name, np.zeros((n, *array.shape[1:]), dtype=array.dtype))
             whole[span] = array
     return row
 
