@@ -148,6 +148,8 @@ class TrainConfig(Section):
     checkpoint_every: Annotated[int, Field(ge=0)] = 0
     """Updates between checkpoints; 0: at the end only."""
     keep_last: Positive = 2
+    trackers: list[Literal["tensorboard", "wandb"]] = []
+    """Where metrics go besides `runs/NAME/metrics.jsonl`."""
 
 
 class Config(Section):

@@ -130,12 +130,14 @@ def check(config: Config) -> None:
     """Refuse before anything is started what could only fail later; ValueError in one sentence."""
     from harnessrl.engine.model import resolve
     from harnessrl.trainer.tasks import read_tasks
+    from harnessrl.trainer.trackers import check_trackers
 
     if not config.data.train:
         raise ValueError("data.train is not set: name a JSONL file of tasks")
     read_tasks(Path(config.data.train))
     if config.data.eval:
         read_tasks(Path(config.data.eval))
+    check_trackers(config.train.trackers)
     resolve(config.model.path)
     local = config.agent.local
     if config.controller.runner == "local" and not (local and (local.command or local.agent_class)):

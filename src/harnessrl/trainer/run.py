@@ -1,4 +1,4 @@
-"""A run's folder `runs/NAME`: configuration, metrics (JSONL and TensorBoard), checkpoints, result, reward curve."""
+"""A run's folder `runs/NAME`: configuration, metrics, checkpoints, result, reward curve."""
 
 import fcntl
 import json
@@ -13,6 +13,7 @@ from typing import Self, TextIO
 from harnessrl.config import Config, load_config, to_yaml
 from harnessrl.schemas import Json
 from harnessrl.trainer.collect import CollectedGroup
+from harnessrl.trainer.trackers import open_trackers
 
 __all__ = ["Run"]
 
@@ -21,8 +22,6 @@ class Run:
     """Use `Run.create` or `Run.resume`."""
 
     def __init__(self, folder: Path, config: Config, run_id: str, lineage: int):
-        from torch.utils.tensorboard import SummaryWriter
-
         self._lock = _locked(folder)
         self.folder, self.config = folder, config
         self.id = run_id
@@ -33,7 +32,7 @@ class Run:
         metrics = folder / "metrics.jsonl"
         self.history: list[Json] = _read_jsonl(metrics) if metrics.exists() else []
         self._metrics = metrics.open("a", buffering=1)
-        self._tensorboard = SummaryWriter(folder / "tensorboard")
+        self._trackers = open_trackers(config, folder, run_id)
 
     @classmethod
     def create(cls, config: Config) -> Self:
@@ -62,8 +61,8 @@ class Run:
         row = {"update": update, "time": round(time.time(), 3), "lineage": self.lineage, **metrics}
         self.history.append(row)
         self._metrics.write(json.dumps(row) + "\n")
-        for name, value in metrics.items():
-            self._tensorboard.add_scalar(name, value, update)
+        for tracker in self._trackers:
+            tracker.log(update, metrics)
 
     def log_groups(self, update: int, groups: Sequence[CollectedGroup]) -> None:
         """What an update was made of, in `groups.jsonl`."""
@@ -107,7 +106,8 @@ class Run:
 
     def finish(self, result: Json) -> None:
         self._metrics.close()
-        self._tensorboard.close()
+        for tracker in self._trackers:
+            tracker.close()
         self._lock.close()
         (self.folder / "result.json").write_text(json.dumps(result, indent=2) + "\n")
         self._draw()

@@ -1,7 +1,7 @@
 """The torch backend on the tiny model: what an update does to the weights, and what it leaves on disk."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import httpx
@@ -176,3 +176,21 @@ def test_the_critic_learns_what_rollouts_earn(backend: TorchBackend, tmp_path: P
     again = resumed.update(update_of(made))["policy/value_error"]
     resumed.close()
     assert again == pytest.approx(backend.update(update_of(made))["policy/value_error"], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        {"algorithm": {"kl_coef": 0.1, "importance": "call_mask", "steps_per_update": 2}},
+        {"algorithm": {"advantage": "gae"}},
+        {"algorithm": {"loss": "dpo"}},
+    ],
+    indirect=True,
+    ids=["all-terms", "critic", "dpo"],
+)
+def test_every_metric_is_documented(
+    backend: TorchBackend, undocumented: Callable[[Iterable[str]], list[str]]
+) -> None:
+    made = rows(backend, 4)
+    metrics = backend.update(update_of(made[:2], made[2:]))
+    assert len(metrics) > 10 and undocumented(metrics) == []
