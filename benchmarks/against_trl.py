@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 from benchmarks.kit.calculator_policy import TINY, Episode, Policy, Task, calculate, prompt_of, questions
@@ -149,30 +150,51 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=5e-4)
     parser.add_argument("--micro-batch-tokens", type=int, default=4096)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", choices=["ours", "trl"], help=argparse.SUPPRESS)
+    parser.add_argument("--seeds", type=int, default=6)
+    parser.add_argument("--only", choices=list(SIDES), help=argparse.SUPPRESS)
+    parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.only:
         torch.set_num_threads(options.threads)
-        found = {"ours": ours, "trl": trls}[options.only](options)
+        found = SIDES[options.only](options)
         found["peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         print(json.dumps(found))
         return
+    runs = {name: [alone(name, seed) for seed in track(range(options.seeds), name)] for name in SIDES}
     table = Table("", "s per update", "CPU s", "peak memory, MB", "reward, first 5 updates", "last 5")
-    table.title = Path(options.model).name
-    times = []
-    for name in ("trl", "ours"):
-        command = [sys.executable, "-m", "benchmarks.against_trl", *sys.argv[1:], "--only", name]
-        result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        found = json.loads(result.stdout.splitlines()[-1])
-        times.append([statistics.median(found[clock][2:]) for clock in ("seconds", "cpu")])
-        first, last = np.mean(found["rewards"][:5]), np.mean(found["rewards"][-5:])
-        wall, cpu = (f"{seconds:.2f}" for seconds in times[-1])
-        table.add_row(name, wall, cpu, f"{found['peak_mb']:,.0f}", f"{first:.2f}", f"{last:.2f}")
+    table.title = f"{Path(options.model).name}, {options.seeds} seeds"
+    for name, found in runs.items():
+        wall, cpu = (f"{per_update(found, clock):.2f}" for clock in ("seconds", "cpu"))
+        rewards_SU = np.array([run["rewards"] for run in found])
+        first, last = (
+            f"{part.mean():.3f} ± {part.mean(1).std():.3f}" for part in (rewards_SU[:, :5], rewards_SU[:, -5:])
+        )
+        table.add_row(name, wall, cpu, f"{max(run['peak_mb'] for run in found):,.0f}", first, last)
     console = Console()
     console.print(table)
-    wall, cpu = (theirs / mine for theirs, mine in zip(*times, strict=True))
+    wall, cpu = (per_update(runs["trl"], clock) / per_update(runs["ours"], clock) for clock in ("seconds", "cpu"))
     console.print(f"ours is {wall:.2f} times as fast by the clock, {cpu:.2f} times by CPU seconds")
+    last_S = np.array([[np.mean(run["rewards"][-5:]) for run in runs[name]] for name in ("ours", "trl")])
+    less_S = last_S[0] - last_S[1]
+    error = less_S.std(ddof=1) / len(less_S) ** 0.5 if len(less_S) > 1 else float("nan")
+    console.print(
+        f"reward of the last 5 updates, ours less TRL's, same seed: {less_S.mean():+.3f} ± {error:.3f} (s.e.)"
+    )
+
+
+def alone(name: str, seed: int) -> dict:
+    """One run in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.against_trl", *sys.argv[1:], "--only", name, "--seed", str(seed)]
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def per_update(runs: list[dict], clock: str) -> float:
+    """Median over all updates but each run's first two."""
+    return statistics.median(seconds for run in runs for seconds in run[clock][2:])
+
+
+SIDES = {"trl": trls, "ours": ours}
 
 
 if __name__ == "__main__":
