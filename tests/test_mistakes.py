@@ -1,5 +1,6 @@
 """What users get wrong, and what goes wrong around them: one clear sentence, and the run goes on or ends."""
 
+import contextlib
 import json
 import os
 import signal
@@ -146,9 +147,13 @@ def test_ctrl_c_ends_everything_in_seconds(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("service", ["gateway", "controller"])
-def test_a_service_that_dies_ends_the_run_and_says_so(tmp_path: Path, service: str) -> None:
+def test_a_service_that_dies_again_and_again_ends_the_run_and_says_so(tmp_path: Path, service: str) -> None:
     process = training_with_a_harness_at_work(tmp_path)
-    os.kill(json.loads((tmp_path / "runs" / "stopped" / f"{service}.json").read_text())["pid"], signal.SIGKILL)
+    while process.poll() is None:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            known = json.loads((tmp_path / "runs" / "stopped" / f"{service}.json").read_text())
+            os.kill(known["pid"], signal.SIGKILL)
+        time.sleep(0.5)
     said = process.communicate(timeout=40)[1].decode()
     assert process.returncode == 1
     assert "Traceback" not in said and f"`harnessrl {service}` has ended" in said

@@ -8,6 +8,7 @@ async with AsyncClient(url, key) as gateway:
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Generic, Self, TypeVar
@@ -213,8 +214,15 @@ class Client:
         self._http.close()
 
 
+RETRY_SECONDS = 0.5
+
+
 class AsyncClient:
-    """Asynchronous client; otherwise as `Client`. `transport`: another way to the gateway than the network."""
+    """Asynchronous client; otherwise as `Client`. `transport`: another way to the gateway than the network.
+
+    `patience`: seconds for which a request is sent again while the gateway is lost. Only for callers whose requests
+    may take effect twice.
+    """
 
     def __init__(
         self,
@@ -222,13 +230,23 @@ class AsyncClient:
         key: str | None = None,
         timeout: float = 60,
         transport: httpx.AsyncBaseTransport | None = None,
+        patience: float = 0,
     ):
+        self._patience = patience
         self._http = httpx.AsyncClient(base_url=url, headers=_auth(key), timeout=timeout, transport=transport)
 
     async def __call__(self, request: Request[T]) -> T:
-        response = await self._http.request(**request.arguments())
-        _check(response)
-        return request.parse(response.content)
+        deadline = time.monotonic() + self._patience
+        while True:
+            try:
+                response = await self._http.request(**request.arguments())
+            except httpx.TransportError:
+                if time.monotonic() >= deadline:
+                    raise
+                await asyncio.sleep(RETRY_SECONDS)
+            else:
+                _check(response)
+                return request.parse(response.content)
 
     async def rollout_changes(
         self, after: int | None = None, connected: asyncio.Event | None = None

@@ -54,9 +54,9 @@ def probe(
         engine.start()
         stack.callback(engine.stop)
         store = ("--port", "0", "--store", str(folder / "rollouts.db"))
-        gateway = stack.enter_context(Service(folder, "gateway", store, key, READY)).address
+        gateway = stack.enter_context(Service(folder, "gateway", lambda: store, key, READY)).address
         work = ("--gateway", gateway, "--workdir", str(folder / "work"), "--concurrency", "1")
-        stack.enter_context(Service(folder, "controller", work, key))
+        stack.enter_context(Service(folder, "controller", lambda: work, key))
         endpoint = Endpoint(
             model="policy",
             endpoint=server.url,

@@ -6,7 +6,7 @@ import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from harnessrl.trainer.run import Run
 
 
-WATCH_SECONDS = 1.0
+WATCH_SECONDS = 0.5
+PATIENCE_SECONDS = 120
+"""For a gateway that is being started again."""
 
 
 @app.command()
@@ -102,27 +104,26 @@ def _with_services(run: "Run", console: Console) -> Json:
 async def _loop(
     backend: "TorchBackend", url: str, key: str, run: "Run", view: View, services: Sequence[Service]
 ) -> Json:
-    """Train, until it is done or one of the services has ended."""
+    """Train, until it is done or one of the services cannot be kept running."""
     from harnessrl.trainer.loop import train
 
-    async with AsyncClient(url, key) as gateway:
+    async with AsyncClient(url, key, patience=PATIENCE_SECONDS) as gateway:
         training = asyncio.ensure_future(train(backend, gateway, run, view))
-        watching = asyncio.ensure_future(_watch(services))
+        watching = asyncio.ensure_future(_watch(services, view))
         try:
-            await asyncio.wait([training, watching], return_when=asyncio.FIRST_COMPLETED)
-            for service in services:
-                service.check()
-            return await training
+            ended, _ = await asyncio.wait([training, watching], return_when=asyncio.FIRST_COMPLETED)
+            return await (training if training in ended else watching)
         finally:
             for task in (training, watching):
                 task.cancel()
             await asyncio.gather(training, watching, return_exceptions=True)
 
 
-async def _watch(services: Sequence[Service]) -> None:
+async def _watch(services: Sequence[Service], view: View) -> NoReturn:
     while True:
         for service in services:
-            service.check()
+            if revived := await asyncio.to_thread(service.revive):
+                view.warn(revived)
         await asyncio.sleep(WATCH_SECONDS)
 
 

@@ -155,15 +155,17 @@ class Collector:
         return group
 
     async def _watch(self) -> None:
-        seen = 0
+        seen, lost = 0, False
         while True:
             try:
                 async for cursor, rollout_id, state in self._gateway.rollout_changes(after=seen):
-                    seen = cursor
+                    seen, lost = cursor, False
                     if state in TERMINAL and rollout_id in self._running:
                         await self._finish(rollout_id)
             except httpx.TransportError as error:
-                log.warning("lost the gateway, trying again", error=str(error))
+                if not lost:
+                    log.warning("lost the gateway, trying again", error=str(error))
+                lost = True
             await asyncio.sleep(RECONNECT_SECONDS)
 
     async def _finish(self, rollout_id: str) -> None:
