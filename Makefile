@@ -3,13 +3,14 @@ PYTHON ?= python3
 VENV ?= .venv
 RUN = $(VENV)/bin/python
 HARNESSES ?= .venv-harnesses
+VERL ?= .venv-verl
 NPM_HARNESSES = @anthropic-ai/claude-code@2.1.332 @openai/codex@0.171.0 opencode-ai@1.18.33
 # Those that take --quick; benchmarks/ablation.py and against_trl.py (which needs TRL) take minutes.
 BENCHMARKS = assembly collocated controller engine gateway rendering
 TORCH ?= torch==2.13.0
 STAMP = $(VENV)/.installed
 
-.PHONY: setup harnesses quickstart test test-fast lint bench clean
+.PHONY: setup harnesses quickstart test test-fast test-verl lint bench clean
 
 setup: $(STAMP)
 
@@ -38,6 +39,19 @@ $(HARNESSES)/.installed: tests/conformance/requirements.txt
 
 test: test-fast harnesses
 	$(RUN) -m pytest -m slow
+	$(MAKE) test-verl
+
+# verl has a say in the versions of torch, transformers and numpy: an environment of its own, of 2 GB.
+test-verl: setup $(VERL)/.installed
+	$(VENV)/bin/pyright --pythonpath $(VERL)/bin/python -p tests/trainer/backends/verl_backend
+	$(VERL)/bin/python -m pytest -m verl tests/trainer/backends/verl_backend
+
+$(VERL)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VERL)
+	$(VERL)/bin/python -m pip install --quiet --upgrade pip
+	$(VERL)/bin/python -m pip install --quiet "$(TORCH)"
+	$(VERL)/bin/python -m pip install --quiet -e ".[verl]" openai pytest pytest-asyncio pytest-timeout
+	@touch $@
 
 test-fast: setup lint
 	$(RUN) -m pytest -m "not slow"
@@ -51,4 +65,4 @@ bench: setup
 	@for name in $(BENCHMARKS); do $(RUN) -m benchmarks.$$name --quick || exit 1; done
 
 clean:
-	rm -rf $(VENV) $(HARNESSES) .pytest_cache .ruff_cache build dist
+	rm -rf $(VENV) $(HARNESSES) $(VERL) .pytest_cache .ruff_cache build dist

@@ -157,7 +157,8 @@ class Config(Section):
     """Names the folder `runs/NAME`."""
     runs_dir: str = "runs"
     seed: int = 0
-    backend: Literal["torch"] = "torch"
+    backend: Literal["torch", "verl"] = "torch"
+    """`torch`: this process, one device. `verl`: workers on a Ray cluster."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     agent: AgentConfig = AgentConfig()
@@ -168,6 +169,9 @@ class Config(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
+    verl: Json = {}
+    """With `backend: verl`: settings of verl's own, by its names; they win over what follows from the sections
+    above."""
 
 
 def load_config(path: Path | None, overrides: Iterable[str] = ()) -> Config:

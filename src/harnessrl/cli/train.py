@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import importlib.util
 import signal
 import time
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from harnessrl.config import Config, load_config
 from harnessrl.schemas import Json
 
 if TYPE_CHECKING:
-    from harnessrl.trainer.backends.torch import TorchBackend
+    from harnessrl.trainer.backends import Backend
     from harnessrl.trainer.run import Run
 
 
@@ -83,9 +84,9 @@ def _with_services(run: "Run", console: Console) -> Json:
     config = run.config
     with contextlib.ExitStack() as stack:
         with console.status(f"loading {config.model.path}"):
-            from harnessrl.trainer.backends.torch import TorchBackend
+            from harnessrl.trainer.backends import open_backend
 
-            backend = TorchBackend(config, run.checkpoint, run.lineage)
+            backend = open_backend(config, run.checkpoint, run.lineage)
             stack.callback(backend.close)
         url, key = config.gateway.url, gateway_key(config, run.folder)
         services: list[Service] = []
@@ -102,7 +103,7 @@ def _with_services(run: "Run", console: Console) -> Json:
 
 
 async def _loop(
-    backend: "TorchBackend", url: str, key: str, run: "Run", view: View, services: Sequence[Service]
+    backend: "Backend", url: str, key: str, run: "Run", view: View, services: Sequence[Service]
 ) -> Json:
     """Train, until it is done or one of the services cannot be kept running."""
     from harnessrl.trainer.loop import train
@@ -140,6 +141,8 @@ def check(config: Config) -> None:
         read_tasks(Path(config.data.eval))
     check_trackers(config.train.trackers)
     resolve(config.model.path)
+    if config.backend == "verl" and importlib.util.find_spec("verl") is None:
+        raise ValueError("backend: verl is not installed: pip install 'harnessrl[verl]'")
     local = config.agent.local
     if config.controller.runner == "local" and not (local and (local.command or local.agent_class)):
         raise ValueError("agent.local.command is not set: say how the agent is started, e.g. [python, agent.py]")

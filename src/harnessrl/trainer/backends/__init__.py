@@ -3,10 +3,11 @@
 from pathlib import Path
 from typing import Protocol
 
+from harnessrl.config import Config
 from harnessrl.schemas import Endpoint
 from harnessrl.trainer.batch import Update
 
-__all__ = ["LINEAGE", "Backend"]
+__all__ = ["LINEAGE", "Backend", "open_backend"]
 
 LINEAGE = 1_000_000
 """A policy version is lineage x this + number of updates, so that a resumed run reuses none."""
@@ -36,3 +37,15 @@ class Backend(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def open_backend(config: Config, checkpoint: Path | None = None, lineage: int = 0) -> Backend:
+    """The one that `config.backend` names, serving its weights; `checkpoint`: go on from it, as resumption number
+    `lineage`."""
+    if config.backend == "verl":
+        from harnessrl.trainer.backends.verl.backend import VerlBackend
+
+        return VerlBackend(config, checkpoint, lineage)
+    from harnessrl.trainer.backends.torch import TorchBackend
+
+    return TorchBackend(config, checkpoint, lineage)

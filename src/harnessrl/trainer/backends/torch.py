@@ -23,9 +23,10 @@ from harnessrl.engine.model import load_model, load_tokenizer, quiet, resolve
 from harnessrl.engine.server import serve
 from harnessrl.schemas import Endpoint
 from harnessrl.trainer.backends import LINEAGE
+from harnessrl.trainer.backends.metrics import means, step_metrics
 from harnessrl.trainer.backends.value_head import ValueHead
 from harnessrl.trainer.batch import Update
-from harnessrl.trainer.health import broken_row, gap_metrics
+from harnessrl.trainer.health import broken_row
 from harnessrl.trainer.loss import mean_metrics, policy_loss
 from harnessrl.trainer.pack import Packed, pack
 from harnessrl.trainer.preference import dpo_advantages
@@ -126,7 +127,7 @@ class TorchBackend:
                     metrics.append(self._step(step, proximal if number else {}, engine_at_rest))
             self.version += 1
             self._engine.publish(self.version)
-        return _means(metrics) | {"optim/lr": self._optimizer.param_groups[0]["lr"]}
+        return means(metrics) | {"optim/lr": self._optimizer.param_groups[0]["lr"]}
 
     def stop(self) -> None:
         """Make an update in another thread end with InterruptedError, before its next pass."""
@@ -201,17 +202,13 @@ class TorchBackend:
             if self._critic:
                 self._critic.step()
         self._optimizer.zero_grad(set_to_none=True)
-        old_N = np.concatenate(old)
-        sampled_N = np.concatenate([packed.tokens.logprobs_N for packed in packs])
-        fresh_N = np.concatenate([packed.tokens.versions_N for packed in packs]) == self.version
-        gap, fresh = gap_metrics(old_N, sampled_N), gap_metrics(old_N[fresh_N], sampled_N[fresh_N])
-        means = extra | mean_metrics(sums) | mean_metrics(value_sums) | {"loss": loss_sum}
-        if gap:
-            means["gap_p99"] = gap["gap_p99"]
-        if fresh:
-            means["gap_fresh"] = fresh["gap_mean"]
-        optim = {"optim/grad_norm": norm, "optim/skipped": float(not math.isfinite(norm))}
-        return {f"policy/{name}": value for name, value in means.items()} | optim
+        return step_metrics(
+            extra | mean_metrics(sums) | mean_metrics(value_sums) | {"loss": loss_sum},
+            norm,
+            np.concatenate(old),
+            np.concatenate([packed.tokens.logprobs_N for packed in packs]),
+            np.concatenate([packed.tokens.versions_N for packed in packs]) == self.version,
+        )
 
     def _prefer(self, packs: list[Packed]) -> dict[str, float]:
         """DPO's advantages, from the weights at the step's start."""
@@ -285,9 +282,3 @@ def _merged(model: PreTrainedModel) -> PreTrainedModel:
     import copy
 
     return copy.deepcopy(model).merge_and_unload()  # type: ignore[attr-defined]
-
-
-def _means(parts: list[dict[str, float]]) -> dict[str, float]:
-    """Means over an update's optimizer steps."""
-    names = {name for part in parts for name in part}
-    return {name: sum(part[name] for part in parts if name in part) / len(parts) for name in sorted(names)}

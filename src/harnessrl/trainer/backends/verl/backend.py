@@ -1,0 +1,180 @@
+"""The `Backend` on verl's workers; the mathematics, the schedule and the wire are those of every backend."""
+
+import importlib
+import json
+import logging
+import os
+import shutil
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+import numpy as np
+import psutil
+import structlog
+import torch
+
+from harnessrl.config import Config
+from harnessrl.engine.model import resolve
+from harnessrl.schemas import Endpoint
+from harnessrl.trainer.backends import LINEAGE
+from harnessrl.trainer.backends.metrics import means, step_metrics
+from harnessrl.trainer.batch import Update
+from harnessrl.trainer.loss import mean_metrics
+from harnessrl.trainer.preference import dpo_advantages
+from harnessrl.trainer.rows import Row
+
+__all__ = ["VerlBackend"]
+
+log = structlog.get_logger()
+
+CPU = {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "harnessrl.trainer.backends.verl.cpu"}
+VECTORS = ("old", "sampled", "fresh")
+SHARDS = "verl"
+"""In a checkpoint: what verl saves of each rank."""
+
+
+class VerlBackend:
+    """Implements `Backend`; starts Ray, the workers and the rollout servers, or joins the Ray cluster that
+    `verl.ray_kwargs.ray_init.address` names."""
+
+    def __init__(self, config: Config, checkpoint: Path | None = None, lineage: int = 0):
+        """`checkpoint`: go on from it, as resumption number `lineage`, on as many ranks as wrote it."""
+        began = time.monotonic()
+        algorithm = config.algorithm
+        if algorithm.advantage == "gae" and algorithm.loss not in ("sft", "dpo"):
+            raise ValueError("backend: verl has no critic yet: choose another algorithm.advantage than gae")
+        self._config = config
+        self._folder = resolve(config.model.path)
+        on_cpu = config.model.device == "cpu" or (config.model.device == "auto" and not torch.cuda.is_available())
+        _quiet()
+        if on_cpu:
+            os.environ |= CPU  # read when verl is imported, in the workers
+            importlib.import_module(CPU["VERL_USE_EXTERNAL_MODULES"])
+        from harnessrl.trainer.backends.verl.cluster import Cluster
+        from harnessrl.trainer.backends.verl.settings import verl_settings
+
+        settings = verl_settings(config, self._folder, config.seed + lineage, on_cpu)
+        self._refers = algorithm.kl_coef > 0 or algorithm.loss == "dpo"
+        self._cluster = Cluster(settings, algorithm, self._refers and not config.model.lora_rank)
+        self.version = lineage * LINEAGE
+        try:
+            if checkpoint:
+                self._cluster.load(checkpoint / SHARDS)
+                self.version += json.loads((checkpoint / "harnessrl.json").read_text())["version"] % LINEAGE
+            self._cluster.publish(self.version)
+            self._kinds: list[Literal["token", "chat"]] = [
+                "token" if _takes_token_ids(url) else "chat" for url in self._cluster.urls
+            ]
+        except BaseException:
+            self.close()
+            raise
+        log.info(
+            "verl is ready",
+            seconds=round(time.monotonic() - began, 1),
+            ranks=self._cluster.ranks,
+            gigabytes_here=_gigabytes(),
+        )
+
+    def endpoints(self) -> list[Endpoint]:
+        return [
+            Endpoint(
+                model="policy",
+                endpoint=url if kind == "token" else f"{url}/v1",
+                version=self.version,
+                kind=kind,
+                tokenizer=str(self._folder),
+                renderer=self._config.model.renderer,
+                max_model_len=self._config.engine.max_len,
+            )
+            for url, kind in zip(self._cluster.urls, self._kinds, strict=True)
+        ]
+
+    def update(self, update: Update) -> dict[str, float]:
+        dpo = self._config.algorithm.loss == "dpo"
+        self._cluster.rest()
+        logprobs: dict[str, dict[int, np.ndarray]] = {}
+        if self._refers:
+            logprobs["reference"] = self._score(update.rows, reference=True)
+        proximal = self._score(update.rows) if len(update.steps) > 1 else {}
+        metrics: list[dict[str, float]] = []
+        for number, step in enumerate(update.steps):
+            if not step.rows:
+                continue
+            preferred = self._prefer(step.rows, logprobs["reference"]) if dpo else {}
+            known = logprobs | ({"proximal": proximal} if number else {})
+            metrics.append(preferred | self._step(step.rows, known, first_of_update=not metrics))
+        self.version += 1
+        self._cluster.publish(self.version)
+        return means(metrics)
+
+    def stop(self) -> None:
+        """Make an update in another thread end with InterruptedError; the workers end with `close`."""
+        self._cluster.stop()
+
+    def save(self, folder: Path) -> None:
+        """Each rank writes its shards: with several nodes, `folder` must be on a file system that they share."""
+        self._cluster.save(folder.absolute() / SHARDS)
+        for file in (folder / SHARDS / "huggingface").iterdir():
+            shutil.move(file, folder / file.name)
+        state = {"version": self.version, "renderer": self._config.model.renderer}
+        (folder / "harnessrl.json").write_text(json.dumps(state, indent=2) + "\n")
+
+    def close(self) -> None:
+        self.stop()
+        self._cluster.close()
+
+    def _step(
+        self, rows: Sequence[Row], logprobs: dict[str, dict[int, np.ndarray]], first_of_update: bool
+    ) -> dict[str, float]:
+        from harnessrl.trainer.backends.verl.data import deal, to_batch
+
+        batch = to_batch(deal(rows, self._cluster.ranks), self.version, logprobs)
+        found = self._cluster.train_step(batch, first_of_update)
+        parts = _by_micro_batch(found)
+        old, sampled, fresh = (np.concatenate([part.pop(name) for part in parts]) for name in VECTORS)
+        mean = mean_metrics(parts) | {"loss": found["loss"]}
+        return {"optim/lr": found["lr"]} | step_metrics(mean, found["grad_norm"], old, sampled, fresh)
+
+    def _prefer(self, rows: Sequence[Row], reference: dict[int, np.ndarray]) -> dict[str, float]:
+        """DPO's advantages, from the weights at the step's start."""
+        current = self._score(rows)
+        masked = [np.concatenate([known[id(row)][row.mask_T] for row in rows]) for known in (current, reference)]
+        return dpo_advantages(rows, masked[0], masked[1], self._config.algorithm.dpo_beta)
+
+    def _score(self, rows: Sequence[Row], reference: bool = False) -> dict[int, np.ndarray]:
+        """Log-probabilities under the current weights, or those that the run began from, by the row's `id`."""
+        from harnessrl.trainer.backends.verl.data import deal, to_batch
+
+        if not rows:
+            return {}
+        dealt = deal(rows, self._cluster.ranks)
+        found = self._cluster.score(to_batch(dealt, self.version, {}), reference)
+        return {id(row): logprobs for row, logprobs in zip(dealt, found, strict=True) if row.mask_T.any()}
+
+
+def _by_micro_batch(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """verl's metrics, which are by name, rank and micro-batch; what is not by micro-batch is left out."""
+    flat = {name: sum(ranks, []) for name, ranks in found.items() if isinstance(ranks, list)}
+    return [dict(zip(flat, values, strict=True)) for values in zip(*flat.values(), strict=True)]
+
+
+def _takes_token_ids(url: str) -> bool:
+    """Whether a rollout server has vLLM's `/inference/v1/generate`: it then refuses an empty request."""
+    return httpx.post(f"{url}/inference/v1/generate", json={}, timeout=30).status_code not in (404, 405)
+
+
+def _quiet() -> None:
+    """What verl and torch say of parts that are not used."""
+    os.environ.setdefault("VERL_LOGGING_LEVEL", "WARN")
+    warnings.filterwarnings("ignore", message=".* engine is not available")
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+
+
+def _gigabytes() -> float:
+    """Memory of this process and those below it, Ray's and its workers, where it started Ray."""
+    here = psutil.Process()
+    return round(sum(p.memory_info().rss for p in [here, *here.children(recursive=True)]) / 1e9, 1)
