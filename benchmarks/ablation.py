@@ -1,4 +1,4 @@
-"""Does it matter that advantage and normalisation belong to the rollout? Three ways, three seeds, one harness.
+"""Does it matter that advantage and normalisation belong to the rollout? Three ways, eight seeds, one harness.
 
 The harness tries a question up to four times and drops its history before each new try, as coding agents do that
 test their work: a rollout that fails has four rows, one that succeeds at once has one. Its reward is 1, less 0.25
@@ -118,7 +118,7 @@ def draw(curves: dict[str, list[list[dict]]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/ablation"))
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--updates", type=int, default=32)
     parser.add_argument("--questions", type=int, default=8)
     parser.add_argument("--samples", type=int, default=6)
@@ -140,14 +140,23 @@ def main() -> None:
     (options.out / "ablation.json").write_text(json.dumps(curves))
     draw(curves, options.out / "ablation.png")
 
-    table = Table("baseline and normalisation", "before", "after (mean)", "after (each seed)", "mean over updates")
-    for way, runs in curves.items():
-        solved_SU = np.array([[p["solved"] for p in curve if "solved" in p] for curve in runs])
-        each = " ".join(f"{s:.2f}" for s in solved_SU[:, -1])
+    table = Table("baseline and normalisation", "before", "after", "mean over updates", "ours less this, after")
+    solved = {
+        way: np.array([[p["solved"] for p in curve if "solved" in p] for curve in runs])
+        for way, runs in curves.items()
+    }
+    for way, solved_SU in solved.items():
+        before, after, mean = solved_SU[:, 0], solved_SU[:, -1], solved_SU.mean(1)
+        less = solved["rollout"][:, -1] - after
+        error = less.std(ddof=1) / len(less) ** 0.5
         table.add_row(
-            way, f"{solved_SU[:, 0].mean():.2f}", f"{solved_SU[:, -1].mean():.2f}", each, f"{solved_SU.mean():.2f}"
+            way, f"{before.mean():.2f}", _spread(after), _spread(mean), f"{less.mean():+.3f} ± {error:.3f}"
         )
     console.print(table)
+
+
+def _spread(values_S: np.ndarray) -> str:
+    return f"{values_S.mean():.2f} ± {values_S.std(ddof=1):.2f}"
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The whole loop on the tiny model: gateway, controller and agents as real processes, real learning."""
 
 import json
+import sqlite3
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -28,6 +29,18 @@ def train(tmp_path: Path, *overrides: str) -> dict:
     return run(load_config(QUICKSTART, settings))
 
 
+def assert_evaluation_stood_in_nobodys_way(folder: Path) -> None:
+    """The first training groups were started beside the first evaluation, and nothing beside the last one."""
+    with sqlite3.connect(folder / "rollouts.db") as db:
+        trained, *_ = db.execute("SELECT min(created_at), max(created_at) FROM rollouts WHERE is_train")
+        evaluated = db.execute(
+            "SELECT created_at, updated_at FROM rollouts WHERE NOT is_train ORDER BY id"
+        ).fetchall()
+    held_out = len(evaluated) // 2
+    assert trained[0] < max(end for _, end in evaluated[:held_out])
+    assert trained[1] < evaluated[held_out][0]
+
+
 @pytest.mark.parametrize(
     "in_flight", [8, pytest.param(16, marks=pytest.mark.slow)], ids=["synchronous", "collocated"]
 )
@@ -48,5 +61,6 @@ def test_reward_rises_and_the_run_leaves_what_it_says(
         assert all(row["policy/gap"] < 1e-3 for row in trained if row["batch/rows"])
     else:
         assert max(row["staleness/max"] for row in trained) >= 1
+    assert_evaluation_stood_in_nobodys_way(folder)
     assert (folder / "reward.png").stat().st_size > 1000
     assert AutoModelForCausalLM.from_pretrained(result["checkpoint"])

@@ -306,6 +306,8 @@ class Call(Wire):
     started_at: float
     latency_ms: float
     held_ms: float = 0
+    prefilled_again: int = 0
+    """Tokens of its context that were computed once more, because the call was cut by an update and went on."""
     error: Json | None = None
 
 

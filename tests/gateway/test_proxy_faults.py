@@ -57,6 +57,7 @@ async def test_a_cut_call_goes_on_under_the_new_weights(tmp_path: Path) -> None:
         assert resumed["token_ids"][prompt_len:] == ids[:kept]
         sent = [request["sampling_params"]["max_tokens"] for request in engine.requests[-2:]]
         assert sent[0] - sent[1] == kept
+        assert call.prefilled_again == len(resumed["token_ids"])
         assert call.held_ms > 50
         assert ((await gateway.gateway.store.get_rollout(gateway.rollout_id)).status.held_seconds or 0) > 0.05
 

@@ -41,6 +41,7 @@ class Metrics:
         self._calls.labels(call.dialect, str(call.http_status)).inc()
         self._tokens.labels("prompt").inc(len(call.prompt_ids))
         self._tokens.labels("sampled").inc(len(call.sampled_ids))
+        self._tokens.labels("prefilled_again").inc(call.prefilled_again)
         self._continuity.labels(call.continuity).inc()
 
     def text(self, store_bytes: int) -> bytes:

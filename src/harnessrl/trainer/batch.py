@@ -114,6 +114,7 @@ def _metrics(
         "calls": len(calls),
         "calls_truncated": sum(call.finish_reason == "length" for call in calls) / max(1, len(calls)),
         "tokens_per_call": sum(len(call.sampled_ids) for call in calls) / max(1, len(calls)),
+        "tokens_prefilled_again": sum(call.prefilled_again for call in calls),
         "tokens_in_rows": sum(len(row) for row in rows),
         "tokens_trained": sum(row.trained_tokens for row in rows),
         "tokens_dropped": dropped.total(),

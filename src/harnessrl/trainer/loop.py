@@ -137,7 +137,8 @@ class _Session:
         await self._collector.start([CollectedGroup(**group) for group in state["groups"]])
 
     async def evaluate(self, tasks: list[Json]) -> bool:
-        """The held-out tasks, all under one version; a failed rollout earns `failure_reward`.
+        """The held-out tasks, all under one version, beside the next training groups; a failed rollout earns
+        `failure_reward`.
 
         True if the mean reward is better than ever after an update.
         """
@@ -150,6 +151,7 @@ class _Session:
             for i, task in enumerate(tasks)
         ]
         await self._collector.start(groups)
+        await self._fill()
         while not all(group.complete for group in groups):
             await self._wait("evaluation", [g.group_id for g in groups if not g.complete])
         for group in groups:
@@ -224,17 +226,27 @@ class _Session:
         collector = self._collector
         while True:
             self._drop_unusable()
-            flights = [Flight(g.group_id, g.started, g.complete) for g in collector.groups.values() if g.is_train]
+            flights = self._flights()
             plan = self._schedule.plan(flights, self.updates)
             for group_id in plan.drop:
                 self._again.append((await collector.cancel(group_id)).task)
             if plan.take:
                 return [collector.forget(group_id) for group_id in plan.take]
-            if missing := self._schedule.to_start(flights):
-                await collector.start([self._next_group() for _ in range(missing)])
-            else:
+            if not await self._fill():
                 waiting = plan.blocking or [flight.group_id for flight in flights if not flight.complete]
                 await self._wait(f"update {self.updates + 1}", waiting)
+
+    async def _fill(self) -> bool:
+        """Start as many groups as are missing, if there is an update to come; False if none are."""
+        to_come = self.updates < self._config.train.updates
+        missing = self._schedule.to_start(self._flights()) if to_come else 0
+        if missing:
+            await self._collector.start([self._next_group() for _ in range(missing)])
+        return missing > 0
+
+    def _flights(self) -> list[Flight]:
+        groups = self._collector.groups.values()
+        return [Flight(g.group_id, g.started, g.complete) for g in groups if g.is_train]
 
     def _next_group(self) -> CollectedGroup:
         task = self._again.pop() if self._again else next(self._tasks)

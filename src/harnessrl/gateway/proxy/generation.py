@@ -32,6 +32,8 @@ class Generation:
     endpoint: Endpoint | None = None
     """The last one used."""
     tries: int = 0
+    prefilled_again: int = 0
+    """Tokens that were computed once more, because the call was cut and went on."""
 
     async def run(
         self,
@@ -73,6 +75,7 @@ class Generation:
                 await engines.before_retry(self.tries, error)
                 continue
             if self.finish_reason is None:
+                self.prefilled_again += len(self.prompt) + len(self.sampled)
                 if len(self.sampled) >= self.params["max_tokens"]:
                     self.finish_reason = "length"
                 elif not gate.cut.is_set():

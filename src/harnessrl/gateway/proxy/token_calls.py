@@ -237,6 +237,7 @@ class TokenCall:
             untrainable_reason=reason,
             held_ms=context.held * 1000,
             retry_count=generation.tries,
+            prefilled_again=generation.prefilled_again,
             usage={
                 "prompt_tokens": len(generation.prompt),
                 "completion_tokens": len(generation.sampled),

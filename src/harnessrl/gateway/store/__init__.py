@@ -99,6 +99,7 @@ class CallRecord:
     capture_failed: bool = False
     held_ms: float = 0
     retry_count: int = 0
+    prefilled_again: int = 0
     usage: Json | None = None
     finish_reason: str | None = None
     error: Json | None = None
