@@ -2,7 +2,8 @@
 
 Real: the gateway, its proxy, the schedule, the trainer's loop. Simulated in real time: the engine (a fixed rate for
 each call), the update (a fixed time, the engine at rest), the harnesses (sleeps and model calls, in this process,
-in place of the controller).
+in place of the controller). Idle is the time in which neither the engine nor the update is at work; beside it is
+what a schedule can reach that knows all durations beforehand.
 
 python -m benchmarks.collocated [--quick] [--json]
 """
@@ -17,6 +18,7 @@ import statistics
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +27,7 @@ import uvicorn
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.kit.offline_schedule import Load, best_offline, busy_seconds
 from benchmarks.kit.simulated_engine import simulated_engine
 from harnessrl.cli.services import gateway_service
 from harnessrl.client import AsyncClient, claim_rollout, end_attempt
@@ -35,6 +38,8 @@ from harnessrl.trainer.loop import train
 from harnessrl.trainer.rollout import FinishedRollout
 from harnessrl.trainer.run import Run
 
+Interval = tuple[float, float]
+GROUPS, SAMPLES = 4, 4
 TINY = Path(__file__).parent.parent / "tests" / "assets" / "tiny"
 KEY = "benchmark"
 
@@ -56,17 +61,24 @@ class Scale:
     tokens_per_call: int
     calls: int = 2
 
+    def own_seconds(self, group_and_sample: str) -> float:
+        """What a harness takes itself; it follows from its id, and so is the same in each run."""
+        rng = random.Random(group_and_sample)
+        return self.median_seconds * math.exp(rng.gauss(0, math.log(10) / 2.326))
+
 
 class SimulatedBackend:
-    def __init__(self, url: str, seconds: float):
-        self._url, self._seconds, self.version = url, seconds, 0
+    def __init__(self, url: str, seconds: float, busy: list[Interval]):
+        self._url, self._seconds, self._busy, self.version = url, seconds, busy, 0
 
     def endpoints(self) -> list[Endpoint]:
         endpoint = Endpoint(model="policy", endpoint=self._url, version=self.version, kind="token")
         return [endpoint.model_copy(update={"tokenizer": str(TINY), "renderer": {"name": "chatml"}})]
 
     def update(self, update: Update) -> dict[str, float]:
+        began = time.monotonic()
         time.sleep(self._seconds)
+        self._busy.append((began, time.monotonic()))
         self.version += 1
         return {}
 
@@ -89,11 +101,10 @@ class Silent:
 
 
 async def harness(gateway: AsyncClient, http: httpx.AsyncClient, url: str, rollout_id: str, scale: Scale) -> None:
-    """One agent: sleeps its share, calls the model, …, rewards itself. Its time follows from its id."""
+    """One agent: sleeps its share, calls the model, …, rewards itself."""
     claim = await gateway(claim_rollout(rollout_id, ClaimRequest(controller="benchmark", lease_seconds=3600)))
-    # The id ends in GROUP-SAMPLE, which are the same in each run.
-    rng = random.Random(rollout_id.split("-", 2)[2])
-    seconds = scale.median_seconds * math.exp(rng.gauss(0, math.log(10) / 2.326))
+    group_and_sample = rollout_id.split("-", 2)[2]
+    seconds = scale.own_seconds(group_and_sample)
     headers = {"authorization": f"Bearer {claim.agent_key}"}
     base = f"{url}/proxy/rollout/{rollout_id}/attempt/{claim.attempt_id}/mode/train/openai/v1"
     messages = [{"role": "user", "content": "go"}]
@@ -105,7 +116,7 @@ async def harness(gateway: AsyncClient, http: httpx.AsyncClient, url: str, rollo
             answer.raise_for_status().json()["choices"][0]["message"],
             {"role": "user", "content": "go on"},
         ]
-    event = {"event_type": "reward", "data": {"value": rng.random()}}
+    event = {"event_type": "reward", "data": {"value": random.Random(group_and_sample).random()}}
     await http.post(
         f"{url}/api/rollouts/{rollout_id}/attempt/{claim.attempt_id}/events", json=event, headers=headers
     )
@@ -123,18 +134,22 @@ async def harnesses(url: str, scale: Scale) -> None:
                 group.create_task(harness(gateway, http, url, rollout_id, scale))
 
 
-async def measure(case: Case, scale: Scale, engine_url: str, folder: Path) -> dict[str, float]:
-    """Mean seconds of each part of an update, and the wall time of them all."""
+async def measure(
+    case: Case, scale: Scale, engine_url: str, busy: list[Interval], folder: Path
+) -> tuple[dict[str, float], list[str]]:
+    """Mean seconds of each part of an update, the wall time of them all and the idle share of it; and the numbers
+    of the groups that were consumed, in the order of their start."""
+    busy.clear()
     (folder / "tasks.jsonl").write_text("".join(f'{{"n": {n}}}\n' for n in range(64)))
     collect = {
-        "groups_per_update": 4,
-        "group_size": 4,
+        "groups_per_update": GROUPS,
+        "group_size": SAMPLES,
         "groups_in_flight": case.groups_in_flight,
         "rest": case.rest,
     }
     config = Config.model_validate(
         {
-            "name": case.name,
+            "name": "run",
             "runs_dir": str(folder),
             "data": {"train": str(folder / "tasks.jsonl")},
             "collect": collect,
@@ -146,20 +161,34 @@ async def measure(case: Case, scale: Scale, engine_url: str, folder: Path) -> di
         async with AsyncClient(service.address, KEY) as gateway:
             agents = asyncio.create_task(harnesses(service.address, scale))
             began = time.monotonic()
-            await train(SimulatedBackend(engine_url, scale.update_seconds), gateway, run, Silent())
+            await train(SimulatedBackend(engine_url, scale.update_seconds, busy), gateway, run, Silent())
             wall = time.monotonic() - began
+            idle = 1 - busy_seconds(busy) / wall
             agents.cancel()
             await asyncio.gather(agents, return_exceptions=True)
     means = {
         name: statistics.fmean(row[name] for row in run.history)
         for name in ("time/collect", "time/rest", "time/update", "staleness/mean")
     }
-    return {"wall": wall, "rest_max": max(row["time/rest"] for row in run.history), **means}
+    groups = [json.loads(line)["group_id"] for line in (run.folder / "groups.jsonl").read_text().splitlines()]
+    consumed = sorted(group_id.rpartition("-")[2] for group_id in groups)
+    rest_max = max(row["time/rest"] for row in run.history)
+    return {"wall": wall, "idle": idle, "rest_max": rest_max, **means}, consumed
+
+
+def offline(case: Case, scale: Scale, consumed: Sequence[str]) -> dict[str, float]:
+    """The groups that a run consumed, under a schedule that knows their durations."""
+    groups = [[scale.own_seconds(f"{number}-{sample}") for sample in range(SAMPLES)] for number in consumed]
+    call_seconds = scale.tokens_per_call / scale.tokens_per_second
+    load = Load(case.groups_in_flight, GROUPS, scale.updates, scale.update_seconds, scale.calls, call_seconds)
+    wall, idle = best_offline(groups, load)
+    return {"wall": wall, "idle": idle}
 
 
 @contextlib.contextmanager
-def served(scale: Scale):
-    server = uvicorn.Server(uvicorn.Config(simulated_engine(scale.tokens_per_second), port=0, log_level="error"))
+def served(scale: Scale, busy: list[Interval]):
+    engine = simulated_engine(scale.tokens_per_second, busy)
+    server = uvicorn.Server(uvicorn.Config(engine, port=0, log_level="error"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:
@@ -171,18 +200,15 @@ def served(scale: Scale):
 
 def table(title: str, results: dict[str, dict[str, float]]) -> Table:
     shown = Table(title=title)
-    for column in ("schedule", "wall s", "collect s", "rest s", "longest rest s", "update s", "mean staleness"):
-        shown.add_column(column, justify="left" if column == "schedule" else "right")
+    columns = {
+        "wall s": "wall", "idle share": "idle", "collect s": "time/collect", "rest s": "time/rest",
+        "longest rest s": "rest_max", "update s": "time/update", "mean staleness": "staleness/mean",
+    }  # fmt: skip
+    shown.add_column("schedule")
+    for column in columns:
+        shown.add_column(column, justify="right")
     for name, r in results.items():
-        figures = (
-            r["wall"],
-            r["time/collect"],
-            r["time/rest"],
-            r["rest_max"],
-            r["time/update"],
-            r["staleness/mean"],
-        )
-        shown.add_row(name, *(f"{figure:.2f}" for figure in figures))
+        shown.add_row(name, *(f"{r[figure]:.2f}" if figure in r else "–" for figure in columns.values()))
     return shown
 
 
@@ -195,14 +221,20 @@ def main() -> None:
     scale = Scale(5 if options.quick else 20, 2 / speed, 1.5 / speed, 100 * speed, 20)
     # Calls of 30 s, so that some are always in flight when an update is due.
     long_calls = Scale(4, 2 / speed, 0.5, 20, 600 // speed, calls=1)
-    schedules = (Case("synchronous", 4), Case("collocated", 8), Case("collocated, 3 x in flight", 12))
+    schedules = (Case("synchronous", 4), Case("collocated", 8), Case("collocated, 3 x", 12))
     rests = (Case("cut", 12, "cut"), Case("drain", 12, "drain"))
 
-    def run(cases: tuple[Case, ...], scale: Scale) -> dict[str, dict[str, float]]:
-        with tempfile.TemporaryDirectory() as folder, served(scale) as url:
-            return {case.name: asyncio.run(measure(case, scale, url, Path(folder))) for case in cases}
-
-    by_schedule, by_rest = run(schedules, scale), run(rests, long_calls)
+    by_schedule: dict[str, dict[str, float]] = {}
+    by_rest: dict[str, dict[str, float]] = {}
+    busy: list[Interval] = []
+    with tempfile.TemporaryDirectory() as folder, served(scale, busy) as url:
+        for case in schedules:
+            by_schedule[case.name], consumed = asyncio.run(measure(case, scale, url, busy, Path(folder)))
+            if case.groups_in_flight > GROUPS:
+                by_schedule["  durations known" + case.name[10:]] = offline(case, scale, consumed)
+    with tempfile.TemporaryDirectory() as folder, served(long_calls, busy) as url:
+        for case in rests:
+            by_rest[case.name], _ = asyncio.run(measure(case, long_calls, url, busy, Path(folder)))
     ratio = by_schedule["synchronous"]["wall"] / by_schedule["collocated"]["wall"]
     if options.json:
         print(json.dumps({"schedules": by_schedule, "rests": by_rest, "sync/collocated": ratio}))

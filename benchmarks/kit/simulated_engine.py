@@ -1,6 +1,7 @@
 """A token endpoint without a model: each call gets its tokens at a fixed rate, in real time."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 
 import orjson
@@ -14,13 +15,22 @@ __all__ = ["simulated_engine"]
 TOKEN = 65
 
 
-def simulated_engine(tokens_per_second: float) -> Starlette:
-    """Answers `max_tokens` tokens; a client that leaves ends its call."""
+def simulated_engine(tokens_per_second: float, busy: list[tuple[float, float]]) -> Starlette:
+    """Answers `max_tokens` tokens; a client that leaves ends its call. Notes in `busy` from when to when
+    (`time.monotonic`) it worked on each."""
 
     async def generate(request: Request) -> Response:
         wanted = (await request.json())["sampling_params"]["max_tokens"]
 
         async def chunks() -> AsyncIterator[bytes]:
+            began = time.monotonic()
+            try:
+                async for chunk in tokens():
+                    yield chunk
+            finally:
+                busy.append((began, time.monotonic()))
+
+        async def tokens() -> AsyncIterator[bytes]:
             for number in range(wanted):
                 await asyncio.sleep(1 / tokens_per_second)
                 choice = {
