@@ -70,6 +70,10 @@ class AlgorithmConfig(BaseModel):
     entropy_coef: NotNegative = 0.0
     """Weight of the entropy bonus."""
 
+    @property
+    def critic(self) -> bool:
+        return self.advantage == "gae" and self.loss not in ("sft", "dpo")
+
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if self.credit not in ("uniform", "discounted", "per_call") and ":" not in self.credit:

@@ -83,7 +83,7 @@ class TorchBackend:
             self._reference = load_model(config.model.path, getattr(torch, config.model.dtype))
             self._reference.to(self._device)  # type: ignore[arg-type]
         self._critic = None
-        if algorithm.advantage == "gae" and algorithm.loss not in ("sft", "dpo"):
+        if algorithm.critic:
             width = self._model.config.get_text_config().hidden_size
             self._critic = ValueHead(width, self._device, algorithm, checkpoint)
         self._engine = EmbeddedEngine(

@@ -23,6 +23,7 @@ from harnessrl.schemas import Endpoint
 from harnessrl.trainer.backends import LINEAGE
 from harnessrl.trainer.backends.metrics import means, step_metrics
 from harnessrl.trainer.batch import Update
+from harnessrl.trainer.critic import critic_advantages
 from harnessrl.trainer.loss import mean_metrics
 from harnessrl.trainer.preference import dpo_advantages
 from harnessrl.trainer.rows import Row
@@ -33,6 +34,8 @@ log = structlog.get_logger()
 
 CPU = {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "harnessrl.trainer.backends.verl.cpu"}
 VECTORS = ("old", "sampled", "fresh")
+Known = dict[str, dict[int, np.ndarray]]
+"""Arrays by name and the row's `id`, by token."""
 SHARDS = "verl"
 """In a checkpoint: what verl saves of each rank."""
 
@@ -45,8 +48,6 @@ class VerlBackend:
         """`checkpoint`: go on from it, as resumption number `lineage`, on as many ranks as wrote it."""
         began = time.monotonic()
         algorithm = config.algorithm
-        if algorithm.advantage == "gae" and algorithm.loss not in ("sft", "dpo"):
-            raise ValueError("backend: verl has no critic yet: choose another algorithm.advantage than gae")
         self._config = config
         self._folder = resolve(config.model.path)
         on_cpu = config.model.device == "cpu" or (config.model.device == "auto" and not torch.cuda.is_available())
@@ -96,17 +97,17 @@ class VerlBackend:
     def update(self, update: Update) -> dict[str, float]:
         dpo = self._config.algorithm.loss == "dpo"
         self._cluster.rest()
-        logprobs: dict[str, dict[int, np.ndarray]] = {}
+        known: Known = self._values(update.rows) if self._config.algorithm.critic else {}
         if self._refers:
-            logprobs["reference"] = self._score(update.rows, reference=True)
+            known["reference"] = self._score(update.rows, reference=True)
         proximal = self._score(update.rows) if len(update.steps) > 1 else {}
         metrics: list[dict[str, float]] = []
         for number, step in enumerate(update.steps):
             if not step.rows:
                 continue
-            preferred = self._prefer(step.rows, logprobs["reference"]) if dpo else {}
-            known = logprobs | ({"proximal": proximal} if number else {})
-            metrics.append(preferred | self._step(step.rows, known, first_of_update=not metrics))
+            extra = self._prefer(step.rows, known["reference"]) if dpo else {}
+            of_step = known | ({"proximal": proximal} if number else {})
+            metrics.append(self._step(step.rows, of_step, extra, first_of_update=not metrics))
         self.version += 1
         self._cluster.publish(self.version)
         return means(metrics)
@@ -128,15 +129,15 @@ class VerlBackend:
         self._cluster.close()
 
     def _step(
-        self, rows: Sequence[Row], logprobs: dict[str, dict[int, np.ndarray]], first_of_update: bool
+        self, rows: Sequence[Row], known: Known, extra: dict[str, float], first_of_update: bool
     ) -> dict[str, float]:
-        from harnessrl.trainer.backends.verl.data import deal, to_batch
-
-        batch = to_batch(deal(rows, self._cluster.ranks), self.version, logprobs)
+        batch, _ = self._batch(rows, known)
         found = self._cluster.train_step(batch, first_of_update)
         parts = _by_micro_batch(found)
         old, sampled, fresh = (np.concatenate([part.pop(name) for part in parts]) for name in VECTORS)
-        mean = mean_metrics(parts) | {"loss": found["loss"]}
+        mean = extra | mean_metrics(parts) | {"loss": found["loss"]}
+        if self._config.algorithm.critic:
+            mean |= mean_metrics(_by_micro_batch(self._cluster.train_critic(batch)))
         return {"optim/lr": found["lr"]} | step_metrics(mean, found["grad_norm"], old, sampled, fresh)
 
     def _prefer(self, rows: Sequence[Row], reference: dict[int, np.ndarray]) -> dict[str, float]:
@@ -146,14 +147,36 @@ class VerlBackend:
         return dpo_advantages(rows, masked[0], masked[1], self._config.algorithm.dpo_beta)
 
     def _score(self, rows: Sequence[Row], reference: bool = False) -> dict[int, np.ndarray]:
-        """Log-probabilities under the current weights, or those that the run began from, by the row's `id`."""
-        from harnessrl.trainer.backends.verl.data import deal, to_batch
-
+        """Log-probabilities under the current weights, or those that the run began from."""
         if not rows:
             return {}
+        batch, dealt = self._batch(rows, {})
+        return _by_id(dealt, self._cluster.score(batch, reference))
+
+    def _values(self, rows: Sequence[Row]) -> Known:
+        """Set the rows' advantages by the critic; its values before the update and what they should have been."""
+        if not rows:
+            return {}
+        batch, dealt = self._batch(rows, {})
+        values = _by_id(dealt, self._cluster.values(batch))
+        algorithm = self._config.algorithm
+        trained = [values[id(row)][row.mask_T] for row in rows]
+        returns = {id(row): np.zeros(len(row), dtype=np.float32) for row in rows}
+        for row, found in zip(
+            rows, critic_advantages(rows, trained, algorithm.gamma, algorithm.gae_lambda), strict=True
+        ):
+            returns[id(row)][row.mask_T] = found
+        return {"old_values": values, "returns": returns}
+
+    def _batch(self, rows: Sequence[Row], known: Known) -> tuple[Any, list[Row]]:
+        from harnessrl.trainer.backends.verl.data import deal, to_batch
+
         dealt = deal(rows, self._cluster.ranks)
-        found = self._cluster.score(to_batch(dealt, self.version, {}), reference)
-        return {id(row): logprobs for row, logprobs in zip(dealt, found, strict=True) if row.mask_T.any()}
+        return to_batch(dealt, self.version, known), dealt
+
+
+def _by_id(dealt: Sequence[Row], found: Sequence[np.ndarray]) -> dict[int, np.ndarray]:
+    return {id(row): values for row, values in zip(dealt, found, strict=True) if row.mask_T.any()}
 
 
 def _by_micro_batch(found: dict[str, Any]) -> list[dict[str, Any]]:

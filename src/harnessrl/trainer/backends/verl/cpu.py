@@ -1,7 +1,7 @@
 """verl on a CPU: its own workers on gloo, and our embedded engine as the rollout server.
 
 For trying things out and for tests. verl loads this module wherever it is imported (see
-`VerlBackend`): it adds a platform, an FSDP engine and a rollout engine by verl's registries, and mends two places
+`VerlBackend`): it adds a platform, an FSDP engine and a rollout engine by verl's registries, and mends three places
 that take a GPU for granted.
 """
 
@@ -14,6 +14,7 @@ from typing import Any
 
 import ray
 import torch
+from transformers import AutoModelForTokenClassification
 from verl.plugin.platform import PlatformBase, PlatformRegistry
 
 __all__ = ["ROLLOUT", "settings"]
@@ -23,15 +24,14 @@ ROLLOUT = "harnessrl"
 
 def settings(ranks: int) -> dict[str, Any]:
     """What verl needs to be told on a CPU."""
+    models, engines = ["actor_rollout_ref.model", "critic.model"], ["actor_rollout_ref.actor.fsdp_config"]
+    engines += ["actor_rollout_ref.ref.fsdp_config", "critic.fsdp"]
     return {
+        **{f"{model}.override_config": {"attn_implementation": "sdpa"} for model in models},
+        **{f"{model}.use_remove_padding": False for model in models},
+        **{f"{model}.enable_gradient_checkpointing": False for model in models},
+        **{f"{engine}.use_torch_compile": False for engine in engines},
         "trainer.device": "cpu",
-        "actor_rollout_ref.model.override_config": {"attn_implementation": "sdpa"},
-        "actor_rollout_ref.model.use_remove_padding": False,
-        "actor_rollout_ref.model.enable_gradient_checkpointing": False,
-        "actor_rollout_ref.actor.use_torch_compile": False,
-        "actor_rollout_ref.actor.fsdp_config.use_torch_compile": False,
-        "actor_rollout_ref.ref.fsdp_config.model_dtype": "fp32",
-        "actor_rollout_ref.ref.fsdp_config.use_torch_compile": False,
         "actor_rollout_ref.rollout.name": ROLLOUT,
         "actor_rollout_ref.rollout.free_cache_engine": False,
         # Ray counts these, but binds nothing; a rank asks for 3 CPUs and a GPU, and would wait for them for ever.
@@ -123,10 +123,15 @@ def _offload(policy: Any, pin_memory: bool = False) -> Any:
     return policy(pin_memory=False)
 
 
+def _critic(local_path: str, torch_dtype: torch.dtype, model_config: Any, trust_remote_code: bool) -> Any:
+    return AutoModelForTokenClassification.from_pretrained(local_path, dtype=torch_dtype, config=model_config)
+
+
 PlatformRegistry.register(platform="cpu")(Cpu)
 
 # These import what asks for the platform.
 import verl.utils.distributed as distributed  # noqa: E402
+import verl.utils.model as models  # noqa: E402
 import verl.workers.engine.fsdp.transformer_impl as transformer_impl  # noqa: E402
 import verl.workers.rollout.base as rollouts  # noqa: E402
 from verl.workers.engine import EngineRegistry  # noqa: E402
@@ -135,11 +140,14 @@ from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry 
 
 fsdp: Any = transformer_impl
 EngineRegistry.register("language_model", ["fsdp", "fsdp2"], "cpu")(fsdp.FSDPEngineWithLMHead)
-# verl would ask for `cpu:gloo,cpu:gloo`, and pin the memory of a frozen model for copies to a GPU.
+EngineRegistry.register("value_model", ["fsdp", "fsdp2"], "cpu")(fsdp.FSDPEngineWithValueHead)
+# verl would ask for `cpu:gloo,cpu:gloo`, pin the memory of a frozen model for copies to a GPU, and load a critic
+# with an attention that only a GPU has.
 distributed.initialize_global_process_group_ray = functools.partial(
     distributed.initialize_global_process_group_ray, backend="cpu:gloo"
 )
 fsdp.CPUOffloadPolicy = functools.partial(_offload, fsdp.CPUOffloadPolicy)
+models.load_valuehead_model = _critic
 
 
 class Engine:

@@ -25,8 +25,9 @@ def deal(rows: Sequence[Row], ranks: int) -> list[Row]:
     return [row for rank in range(ranks) for row in ordered[rank::ranks]]
 
 
-def to_batch(rows: Sequence[Row], version: int, logprobs: Mapping[str, Mapping[int, np.ndarray]]) -> TensorDict:
-    """`logprobs`: by name (`proximal`, `reference`) and the row's `id`, log-probabilities of all of its tokens.
+def to_batch(rows: Sequence[Row], version: int, known: Mapping[str, Mapping[int, np.ndarray]]) -> TensorDict:
+    """`known`: further fields by name and the row's `id`, by token: log-probabilities (`proximal`, `reference`) and
+    the critic's `old_values` and `returns`.
 
     Every field is nested, by row and token; `temperature` is one number if it can be.
     """
@@ -47,7 +48,7 @@ def to_batch(rows: Sequence[Row], version: int, logprobs: Mapping[str, Mapping[i
         "fresh": nested([row.versions_T == version for row in rows]),
         "calls": nested(calls_R),
     }
-    for name, of_row in logprobs.items():
+    for name, of_row in known.items():
         fields[name] = nested([of_row[id(row)] if row.mask_T.any() else row.logprobs_T for row in rows])
     temperatures_R = [_temperature(row) for row in rows]
     one = len(set(temperatures_R)) == 1

@@ -44,7 +44,7 @@ def verl_settings(config: Config, folder: Path, seed: int, on_cpu: bool) -> Dict
         if not (tree.actor_rollout_ref.actor.use_dynamic_bsz and rollout.log_prob_use_dynamic_bsz):
             raise ValueError("use_dynamic_bsz must stay true: train.micro_batch_tokens sizes the micro-batches")
         with contextlib.redirect_stdout(io.StringIO()):
-            validate_config(tree, use_reference_policy=False, use_critic=False)
+            validate_config(tree, use_reference_policy=False, use_critic=tree.critic.enable)
         omega_conf_to_dataclass(rollout)
     except (ValueError, AssertionError, NotImplementedError, HydraException, OmegaConfBaseException) as error:
         raise ValueError(f"configuration: verl: {_plain(error)}") from error
@@ -55,7 +55,6 @@ def _ours(config: Config, folder: Path, seed: int, engine: str) -> dict[str, Any
     """What of verl's follows from our sections."""
     model, optim, engine_size = config.model, config.optim, config.engine
     tokens = max(config.train.micro_batch_tokens, engine_size.max_len)
-    full = model.dtype == "float32"
     settings: dict[str, Any] = {
         "trainer.n_gpus_per_node": 1,
         "actor_rollout_ref.model.path": str(folder),
@@ -72,6 +71,11 @@ def _ours(config: Config, folder: Path, seed: int, engine: str) -> dict[str, Any
         "actor_rollout_ref.actor.optim.clip_grad": optim.grad_clip,
         "actor_rollout_ref.actor.optim.total_training_steps": max(1, config.train.updates),
         "actor_rollout_ref.actor.optim.lr_warmup_steps": optim.warmup_updates + 1 if optim.warmup_updates else -1,
+        "critic.enable": config.algorithm.critic,
+        "critic.model.path": str(folder),
+        "critic.ppo_max_token_len_per_gpu": tokens,
+        "critic.ppo_infer_max_token_len_per_gpu": tokens,
+        "critic.optim.weight_decay": 0.0,
         "actor_rollout_ref.rollout.name": "vllm",
         "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
         "actor_rollout_ref.rollout.dtype": model.dtype,
@@ -84,12 +88,11 @@ def _ours(config: Config, folder: Path, seed: int, engine: str) -> dict[str, Any
         "actor_rollout_ref.rollout.engine_kwargs.sglang.served_model_name": "policy",
     }
     if engine == "dp":
-        precision = "fp32" if full else "bf16"
+        precision = "fp32" if model.dtype == "float32" else "bf16"
         mixed = {"param_dtype": precision, "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
-        settings["actor_rollout_ref.actor.strategy"] = "fsdp2"
-        for part in ("actor", "ref"):
-            settings[f"actor_rollout_ref.{part}.fsdp_config.mixed_precision"] = mixed
-            settings[f"actor_rollout_ref.{part}.fsdp_config.seed"] = seed
+        settings |= {"actor_rollout_ref.actor.strategy": "fsdp2", "critic.strategy": "fsdp2"}
+        for part in ("actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "critic.fsdp"):
+            settings |= {f"{part}.mixed_precision": mixed, f"{part}.seed": seed}
     return settings
 
 

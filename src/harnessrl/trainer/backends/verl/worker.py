@@ -9,9 +9,9 @@ from verl.utils import tensordict_utils
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from harnessrl.trainer.algorithm import AlgorithmConfig
-from harnessrl.trainer.loss import policy_loss
+from harnessrl.trainer.loss import policy_loss, value_loss
 
-__all__ = ["PolicyWorker", "loss"]
+__all__ = ["PolicyWorker", "critic_loss", "loss"]
 
 
 class PolicyWorker(ActorRolloutRefWorker):
@@ -70,3 +70,14 @@ def loss(
     old = logprobs.detach().float() if proximal is None else proximal
     vectors = {"old": old, "sampled": of("sampled"), "fresh": of("fresh")}
     return total * data["dp_size"], metrics | {name: v.cpu().numpy() for name, v in vectors.items()}
+
+
+def critic_loss(
+    config: AlgorithmConfig, model_output: dict[str, torch.Tensor], data: Any, dp_group: Any = None
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """The same for the critic."""
+    mask = data["loss_mask"].values()
+    old, returns, weights = (data[name].values()[mask] for name in ("old_values", "returns", "weights"))
+    values = model_output["values"].values()[mask.roll(-1)]
+    total, metrics = value_loss(values, old, returns, weights, config.value_clip)
+    return total * data["dp_size"], metrics | {"value_error": ((old - returns) ** 2).sum().item()}
