@@ -41,7 +41,8 @@ class ModelConfig(Section):
 
 class DataConfig(Section):
     train: str = ""
-    """JSONL file of tasks, one JSON object a line; relative to the configuration file."""
+    """Tasks: a JSONL file (one JSON object a line), `.parquet`, `.csv`, or a folder that `datasets` saved; relative
+    to the configuration file."""
     eval: str = ""
     """Held-out tasks; empty: no evaluation."""
 

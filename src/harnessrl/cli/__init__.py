@@ -11,13 +11,16 @@ __all__ = ["app", "main"]
 COMMANDS = (
     "config",
     "controller",
+    "diff",
     "engine",
     "eval",
+    "export",
     "gateway",
     "key",
     "probe",
     "quickstart",
     "rollouts",
+    "runs",
     "serve",
     "train",
 )

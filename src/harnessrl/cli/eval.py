@@ -19,5 +19,5 @@ def evaluate(
 
     loaded = load_config(config, [*(overrides or []), "train.updates=0"])
     if not loaded.data.eval:
-        raise ValueError("data.eval is not set: name a JSONL file of held-out tasks")
+        raise ValueError("data.eval is not set: name a file of held-out tasks")
     run(loaded)

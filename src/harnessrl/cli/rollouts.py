@@ -2,28 +2,21 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Annotated, Any
 
-import httpx
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from harnessrl.cli import app
-from harnessrl.client import AsyncClient, get_calls, get_events, get_rollout, list_rollouts
+from harnessrl.cli.conversation import conversation, spoken
+from harnessrl.cli.source import AsJson, GatewayUrl, Key, Seen, StoreFile, open_source, see
+from harnessrl.client import get_events, get_rollout, list_rollouts
 from harnessrl.schemas import Call, Event, Json, Rollout, RolloutDetail, State
 
 rollouts = typer.Typer(no_args_is_help=True, help="Look at rollouts, of a running gateway or of a finished run.")
 app.add_typer(rollouts, name="rollouts")
-
-GatewayUrl = Annotated[str | None, typer.Option(help="A running gateway's URL.", envvar="HARNESSRL_GATEWAY")]
-Key = Annotated[str | None, typer.Option(help="Its key.", envvar="HARNESSRL_KEY")]
-StoreFile = Annotated[Path | None, typer.Option("--store", help="Or the store of a run, runs/NAME/rollouts.db.")]
-AsJson = Annotated[bool, typer.Option("--json", help="As JSON.")]
 
 
 @rollouts.command("ls")
@@ -39,17 +32,19 @@ def ls(
     states: list[State] = state or ["queuing", "running", "succeeded", "failed"]  # type: ignore[assignment]
 
     async def read() -> list[tuple[Rollout, list[Event]]]:
-        async with _source(gateway, key, store) as source:
+        async with open_source(gateway, key, store) as source:
             listed = await source(list_rollouts(*states, limit=limit))
             return [(r, await source(get_events(r.rollout_id, event_type="reward"))) for r in listed]
 
-    table = Table(box=None)
+    table = Table(box=None, expand=True)
     for column in ("rollout", "state", "reward", "attempt"):
         table.add_column(column, no_wrap=True)
-    for column in ("task", "error"):
-        table.add_column(column, overflow="ellipsis", no_wrap=True)
+    found = asyncio.run(read())
+    failed = any(rollout.status.error_message for rollout, _ in found)
+    for column in ("task", "error") if failed else ("task",):
+        table.add_column(column, overflow="ellipsis", no_wrap=True, ratio=1)
     rows: list[Json] = []
-    for rollout, events in asyncio.run(read()):
+    for rollout, events in found:
         status = rollout.status
         reward = events[-1].data.get("value") if events else None
         rows.append(rollout.model_dump(mode="json") | {"reward": reward})
@@ -59,7 +54,7 @@ def ls(
             "–" if reward is None else f"{reward:g}",
             status.last_attempt_id or "–",
             _short(rollout.input, 200),
-            _short(status.error_message or "", 200),
+            *([_short(status.error_message or "", 200)] if failed else []),
         )
     typer.echo(json.dumps(rows)) if as_json else _console().print(table)
 
@@ -70,42 +65,41 @@ def show(
 ) -> None:
     """Show one rollout: its task, its calls as the harness saw them and as they were captured, its rewards."""
 
-    async def read() -> tuple[RolloutDetail, list[Event], list[Call]]:
-        async with _source(gateway, key, store) as source:
-            return (
-                await source(get_rollout(rollout_id)),
-                await source(get_events(rollout_id)),
-                await source(get_calls(rollout_id)),
-            )
+    async def read() -> Seen:
+        async with open_source(gateway, key, store) as source:
+            return await see(source, rollout_id)
 
-    detail, events, calls = asyncio.run(read())
+    seen = asyncio.run(read())
     if as_json:
-        whole = detail.model_dump(mode="json") | {
-            "events": [event.model_dump(mode="json") for event in events],
-            "calls": [call.model_dump(mode="json") for call in calls],
+        whole = {
+            "rollout": seen.rollout.model_dump(mode="json"),
+            "attempts": seen.attempts,
+            "events": [event.model_dump(mode="json") for event in seen.events],
+            "calls": [call.model_dump(mode="json") for call in seen.calls],
         }
         typer.echo(json.dumps(whole))
         return
     console = _console()
-    status = detail.rollout.status
-    console.print(f"[bold]{rollout_id}[/]  {status.state}  attempts {', '.join(detail.attempts) or '–'}")
-    console.print("task    ", Text(json.dumps(detail.rollout.input, ensure_ascii=False)))
+    status = seen.rollout.status
+    console.print(f"[bold]{rollout_id}[/]  {status.state}  attempts {', '.join(seen.attempts) or '–'}")
+    console.print("task    ", Text(json.dumps(seen.rollout.input, ensure_ascii=False)))
     if status.error_message:
         console.print("error   ", Text(f"{status.error_message} ({status.failure_kind})"))
-    requests = [event for event in events if event.event_type == "model_request"]
-    for call, request in zip(calls, requests, strict=False):
-        _print_call(console, call, request.data)
-    for event in events:
+    for call in seen.calls:
+        _print_call(console, call, seen.requests.get(call.call_id, {}))
+    for event in seen.events:
         if event.event_type != "model_request":
             console.print(f"[bold]{event.event_type}[/] ", Text(json.dumps(event.data, ensure_ascii=False)))
 
 
 @rollouts.command("logs")
-def logs(rollout_id: str, gateway: GatewayUrl = None, key: Key = None, store: StoreFile = None) -> None:
+def logs(
+    rollout_id: str, gateway: GatewayUrl = None, key: Key = None, store: StoreFile = None, as_json: AsJson = False
+) -> None:
     """Print what the agent of an ended rollout wrote to its output: the beginning and the end."""
 
     async def read() -> tuple[RolloutDetail, list[Event]]:
-        async with _source(gateway, key, store) as source:
+        async with open_source(gateway, key, store) as source:
             return await source(get_rollout(rollout_id)), await source(get_events(rollout_id, event_type="log"))
 
     detail, events = asyncio.run(read())
@@ -115,6 +109,9 @@ def logs(rollout_id: str, gateway: GatewayUrl = None, key: Key = None, store: St
         raise ValueError(
             f"{rollout_id} is {state}: " + ("its log comes when it ends" if running else "it wrote nothing")
         )
+    if as_json:
+        typer.echo(json.dumps([event.data for event in events]))
+        return
     for event in events:
         typer.echo(event.data["text"], nl=False)
         where = event.data.get("path")
@@ -134,12 +131,12 @@ def _print_call(console: Console, call: Call, data: Json) -> None:
         + ("" if call.trainable else f"  [yellow]not trained: {call.untrainable_reason}[/]"),
         highlight=False,
     )
-    for message in (data.get("request", {}).get("messages") or [])[-1:]:
-        console.print(Text(f"  {message.get('role')}: {_short(message.get('content'), 400)}"))
-    for choice in data.get("response", {}).get("choices") or []:
-        message = choice.get("message") or {}
-        said = message.get("content") or json.dumps(message.get("tool_calls"), ensure_ascii=False)
-        console.print(Text(f"  assistant: {_short(said, 400)}", style="cyan"))
+    if told := conversation(call, data):
+        *_, last, answer = told.messages
+        console.print(Text(f"  {last['role']}: {_short(last['content'], 400)}"))
+        console.print(Text(f"  assistant: {_short(spoken(answer), 400)}", style="cyan"))
+    elif call.error:
+        console.print(Text(f"  error: {_short(call.error.get('message', call.error), 400)}", style="red"))
 
 
 def _console() -> Console:
@@ -151,27 +148,3 @@ def _console() -> Console:
 def _short(value: Any, width: int) -> str:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= width else text[: width - 1] + "…"
-
-
-@asynccontextmanager
-async def _source(url: str | None, key: str | None, store: Path | None) -> AsyncIterator[AsyncClient]:
-    """A client of the running gateway, or of one in this process that serves `store`."""
-    if (url is None) == (store is None):
-        raise ValueError(
-            "say where to look: either --gateway URL (of a running gateway) or --store FILE (of a run)"
-        )
-    if url is not None:
-        async with AsyncClient(url, key) as client:
-            yield client
-        return
-    from harnessrl.gateway.app import Gateway
-    from harnessrl.gateway.settings import Settings
-
-    assert store
-    if not store.exists():
-        raise ValueError(f"there is no store {store}")
-    async with (
-        Gateway(Settings(store=store)) as gateway,
-        AsyncClient("http://store", transport=httpx.ASGITransport(gateway)) as client,
-    ):
-        yield client

@@ -135,7 +135,7 @@ def check(config: Config) -> None:
     from harnessrl.trainer.trackers import check_trackers
 
     if not config.data.train:
-        raise ValueError("data.train is not set: name a JSONL file of tasks")
+        raise ValueError("data.train is not set: name a file of tasks (JSONL, Parquet or CSV)")
     read_tasks(Path(config.data.train))
     if config.data.eval:
         read_tasks(Path(config.data.eval))

@@ -6,7 +6,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Self, TextIO
 
@@ -15,7 +15,9 @@ from harnessrl.schemas import Json
 from harnessrl.trainer.collect import CollectedGroup
 from harnessrl.trainer.trackers import open_trackers
 
-__all__ = ["Run"]
+__all__ = ["Run", "is_training", "read_metrics", "series"]
+
+METRICS = "metrics.jsonl"
 
 
 class Run:
@@ -29,9 +31,8 @@ class Run:
         self.lineage = lineage
         """How often the run was resumed; part of every policy version, so that a rollback reuses none."""
         (folder / "run.json").write_text(json.dumps({"id": run_id, "lineage": lineage}) + "\n")
-        metrics = folder / "metrics.jsonl"
-        self.history: list[Json] = _read_jsonl(metrics) if metrics.exists() else []
-        self._metrics = metrics.open("a", buffering=1)
+        self.history = read_metrics(folder)
+        self._metrics = (folder / METRICS).open("a", buffering=1)
         self._trackers = open_trackers(config, folder, run_id)
 
     @classmethod
@@ -120,9 +121,7 @@ class Run:
 
         figure, axes = pyplot.subplots(figsize=(7, 4))
         for name, style in (("reward/train", "-"), ("reward/eval", "o--")):
-            # Of an update that a resumption trained again, the last.
-            points = {row["update"]: row[name] for row in self.history if name in row}
-            if points:
+            if points := series(self.history, name):
                 axes.plot(list(points), list(points.values()), style, label=name.removeprefix("reward/"))
         axes.set(xlabel="update", ylabel="mean reward", title=self.folder.name)
         axes.grid(alpha=0.3)
@@ -158,12 +157,26 @@ def _locked(folder: Path) -> TextIO:
     return lock
 
 
-def _read_jsonl(path: Path) -> list[Json]:
-    """The last line may be cut short by a crash."""
-    rows = []
-    for line in path.read_text().splitlines():
+def is_training(folder: Path) -> bool:
+    """Whether a process trains in `folder`."""
+    try:
+        _locked(folder).close()
+    except ValueError:
+        return True
+    return False
+
+
+def read_metrics(folder: Path) -> list[Json]:
+    """The rows of a run's `metrics.jsonl`, without a last line that a crash cut short."""
+    path, rows = folder / METRICS, []
+    for line in path.read_text().splitlines() if path.exists() else []:
         try:
             rows.append(json.loads(line))
         except json.JSONDecodeError:
             continue
     return rows
+
+
+def series(rows: Iterable[Json], name: str) -> dict[int, float]:
+    """A metric by number of updates; of an update that a resumption trained again, the last."""
+    return {row["update"]: row[name] for row in rows if name in row}
