@@ -156,7 +156,7 @@ def test_a_service_that_dies_again_and_again_ends_the_run_and_says_so(tmp_path: 
         time.sleep(0.5)
     said = process.communicate(timeout=40)[1].decode()
     assert process.returncode == 1
-    assert "Traceback" not in said and f"`harnessrl {service}` has ended" in said
+    assert "Traceback" not in said and f"the {service} has ended" in said
 
 
 def training_with_a_harness_at_work(folder: Path) -> subprocess.Popen[bytes]:

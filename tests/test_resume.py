@@ -127,5 +127,5 @@ def test_a_killed_service_is_started_again_and_the_run_goes_on(tmp_path: Path, w
     wait_for_update(tmp_path, trainer, 3)
     kill(tmp_path, who, trainer)
     assert trainer.wait(180) == 0, (tmp_path / "train.log").read_text()[-3000:]
-    assert f"`harnessrl {who}` has ended" in (tmp_path / "train.log").read_text()
+    assert f"the {who} has ended" in (tmp_path / "train.log").read_text()
     assert_each_group_was_trained_once(tmp_path, 2 * UPDATES)

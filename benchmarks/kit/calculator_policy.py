@@ -16,6 +16,7 @@ from harnessrl.config import Config
 from harnessrl.engine.model import load_tokenizer
 from harnessrl.engine.sampling import Sampling
 from harnessrl.schemas import Call, Json
+from harnessrl.trainer.backends.serving import Embedded
 from harnessrl.trainer.backends.torch import TorchBackend
 from harnessrl.trainer.rollout import FinishedRollout
 
@@ -43,6 +44,9 @@ class Policy:
         engine = {"max_len": 256, "max_batch": 64}
         self.config = Config.model_validate({"model": model, "engine": engine} | sections)
         self.backend = TorchBackend(self.config)
+        serving = self.backend.serving
+        assert isinstance(serving, Embedded)
+        self._engine = serving.engine
         self.tokenizer = load_tokenizer(path)
 
     def close(self) -> None:
@@ -50,7 +54,7 @@ class Policy:
 
     def sample(self, prompts: Sequence[list[int]], max_tokens: int) -> list[tuple[list[int], list[float], str]]:
         """Ids, log-probabilities and finish reason of an answer to each prompt."""
-        engine = self.backend._engine
+        engine = self._engine
         answers = engine.generate(prompts, Sampling(max_tokens, stop_token_ids=engine.eos_token_ids))
         return [(answer.token_ids, answer.logprobs, answer.finish_reason) for answer in answers]
 

@@ -89,6 +89,20 @@ class EngineConfig(Section):
     """Sequences decoded at once; the memory of the KV cache grows with `max_batch` x `max_len`."""
     max_len: Positive = 2048
     """Tokens of prompt and answer together."""
+    kind: Literal["embedded", "vllm"] = "embedded"
+    """`embedded`: in the trainer's process, on the trainer's own weights. `vllm`: a vLLM server, to which the new
+    weights are handed after each update (docs/engines.md); the fields below are about it."""
+    url: str | None = None
+    """A vLLM server that runs already; unset: one is started, and ended with the run."""
+    command: Annotated[list[str], Field(min_length=1)] = ["vllm"]
+    """How vLLM is called. It wants an environment of its own: [/opt/vllm/bin/vllm]."""
+    args: list[str] = []
+    """Further arguments of `vllm serve`: [--gpu-memory-utilization, "0.5"]."""
+    weights_dir: str | None = None
+    """The weights pass through this folder, which trainer and server both see; unset: `weights` in the run's
+    folder. One in memory is faster: /dev/shm/NAME."""
+    sleep: bool = False
+    """The server frees its GPU memory for the length of an update: where it shares the trainer's GPU."""
 
 
 class CollectConfig(Section):

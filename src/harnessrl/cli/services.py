@@ -1,13 +1,17 @@
-"""Gateway and controller as child processes of `harnessrl train`: adopted by a resumed run, ended with it."""
+"""Gateway, controller, engine: child processes of `harnessrl train`, adopted by a resumed run, ended with it."""
 
+import contextlib
 import json
 import os
 import re
 import secrets
+import shutil
+import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -15,29 +19,47 @@ import psutil
 
 from harnessrl.config import Config
 
-__all__ = ["Service", "controller_service", "gateway_key", "gateway_service"]
+__all__ = ["Service", "controller_service", "gateway_key", "gateway_service", "vllm_command", "vllm_service"]
 
+OURS = (sys.executable, "-m", "harnessrl")
 READY_SECONDS = 60
 STOP_SECONDS = 15
 YOUNG_SECONDS = 5
 """A process that ends within this time of its start is not started again."""
+ERROR = r"(?im)\b\w*error\b[:,] (?!Engine core initialization failed).+"
 READY = r"gateway ready at (\S+)"
+VLLM_READY_SECONDS = 1800
+"""A large model is loaded and compiled first."""
+VLLM_READY = r"server on (http://\S+)(?s:.*)Application startup complete"
+VLLM_MISSING = (
+    "engine.command: there is no {} here: install vLLM in an environment of its own (`python -m venv vllm; "
+    "vllm/bin/pip install vllm`) and name its command, engine.command=[vllm/bin/vllm], or a running server by "
+    "engine.url"
+)
 
 
 class Service:
-    """`harnessrl NAME ARGUMENTS` in a session of its own, its output in `folder/NAME.log`; a context manager.
+    """A command in a session of its own, its output in `folder/NAME.log`; a context manager.
 
-    A process that an earlier trainer of this run left running is adopted. `arguments` are asked for at each start.
-    With `ready`, entering waits for a line of output that matches it (RuntimeError with the log's end if none
+    A process that an earlier trainer of this run left running is adopted. `command` is asked for at each start.
+    With `ready`, entering waits for output that matches it (RuntimeError with the last error in the log if none
     comes): `address` is its first group.
     """
 
     def __init__(
-        self, folder: Path, name: str, arguments: Callable[[], Sequence[str]], key: str, ready: str | None = None
+        self,
+        folder: Path,
+        name: str,
+        command: Callable[[], Sequence[str]],
+        env: Mapping[str, str],
+        ready: str | None = None,
+        ready_seconds: float = READY_SECONDS,
+        revives: bool = True,
     ):
-        self._name, self._arguments, self._ready = name, arguments, ready
+        self._name, self._command, self._env = name, command, env
+        self._ready, self._ready_seconds = ready, ready_seconds
+        self._revives = revives
         self._log, self._known = folder / f"{name}.log", folder / f"{name}.json"
-        self._key = key
         self.address = ""
 
     def __enter__(self) -> Self:
@@ -62,26 +84,29 @@ class Service:
             return None
 
     def _start(self) -> psutil.Process:
-        # The key travels in the environment: a command line can be read by every user of the machine.
-        env = os.environ | {"PYTHONUNBUFFERED": "1", "HARNESSRL_KEY": self._key}
-        command = [sys.executable, "-m", "harnessrl", self._name, *self._arguments()]
+        env = {**os.environ, "PYTHONUNBUFFERED": "1", **self._env}
         with self._log.open("wb") as out:
             started = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env, start_new_session=True
+                self._command(),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                env=env,
+                start_new_session=True,
             )
         process = psutil.Process(started.pid)
         self._known.write_text(json.dumps({"pid": started.pid, "since": process.create_time()}))
         return process
 
     def _wait_ready(self, pattern: str) -> str:
-        deadline = time.monotonic() + READY_SECONDS
+        deadline = time.monotonic() + self._ready_seconds
         while time.monotonic() < deadline:
             if match := re.search(pattern, self._log.read_text(errors="replace")):
                 return match[1]
             if self._ended():
                 break
             time.sleep(0.05)
-        raise RuntimeError(f"`harnessrl {self._name}` did not start: {self._last_words()} (see {self._log})")
+        raise RuntimeError(f"the {self._name} did not start: {self._last_words()} (see {self._log})")
 
     def revive(self) -> str | None:
         """Start the process again if it has ended on its own, and say so.
@@ -90,8 +115,8 @@ class Service:
         """
         if not self._ended():
             return None
-        ended = f"`harnessrl {self._name}` has ended: {self._last_words()} (see {self._log})"
-        if time.time() - json.loads(self._known.read_text())["since"] < YOUNG_SECONDS:
+        ended = f"the {self._name} has ended: {self._last_words()} (see {self._log})"
+        if not self._revives or time.time() - json.loads(self._known.read_text())["since"] < YOUNG_SECONDS:
             raise RuntimeError(ended)
         self._known.unlink()
         self._bring_up()
@@ -104,7 +129,10 @@ class Service:
             return True
 
     def _last_words(self) -> str:
-        return " ".join(self._log.read_text(errors="replace").strip().splitlines()[-1:])
+        """The last error that the end of the log names, or its last line."""
+        lines = self._log.read_text(errors="replace").strip().splitlines()[-200:]
+        errors = re.findall(ERROR, "\n".join(lines))
+        return " ".join(errors[-1:] or lines[-1:])[:500]
 
     def __exit__(self, *_: object) -> None:
         try:
@@ -114,6 +142,8 @@ class Service:
             self._process.kill()
         except psutil.NoSuchProcess:
             pass
+        with contextlib.suppress(ProcessLookupError):  # vLLM's workers outlive a server that was killed
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._known.unlink(missing_ok=True)
 
 
@@ -132,7 +162,7 @@ def gateway_service(config: Config, folder: Path, key: str) -> Service:
     """The run's own gateway, its store in the run's folder. It keeps its port when it is started again."""
     collect, log = config.collect, folder / "gateway.log"
 
-    def arguments() -> list[str]:
+    def command() -> list[str]:
         before = re.search(READY, log.read_text(errors="replace")) if log.exists() else None
         port = config.gateway.port or (int(before[1].rpartition(":")[2]) if before else 0)
         given = [
@@ -141,9 +171,9 @@ def gateway_service(config: Config, folder: Path, key: str) -> Service:
         ]  # fmt: skip
         if collect.eval_temperature is not None:
             given += ["--val-temperature", str(collect.eval_temperature)]
-        return given
+        return [*OURS, "gateway", *given]
 
-    return Service(folder, "gateway", arguments, key, READY)
+    return Service(folder, "gateway", command, _secret(key), READY)
 
 
 def controller_service(config: Config, folder: Path, url: str, key: str) -> Service:
@@ -151,4 +181,48 @@ def controller_service(config: Config, folder: Path, url: str, key: str) -> Serv
         "--gateway", url, "--runner", "local", "--concurrency", str(config.controller.concurrency),
         "--workdir", str(folder / "work"), *(["--keep-failed"] if config.controller.keep_failed else []),
     ]  # fmt: skip
-    return Service(folder, "controller", lambda: arguments, key)
+    return Service(folder, "controller", lambda: [*OURS, "controller", *arguments], _secret(key))
+
+
+def _secret(key: str) -> dict[str, str]:
+    """The key travels in the environment: a command line can be read by every user of the machine."""
+    return {"HARNESSRL_KEY": key}
+
+
+def vllm_command(config: Config) -> list[str]:
+    """Raises ValueError, with the remedy, where vLLM is not installed."""
+    command = config.engine.command
+    if shutil.which(command[0]) is None:
+        raise ValueError(VLLM_MISSING.format(command[0]))
+    return [*command, "serve"]
+
+
+def vllm_service(config: Config, folder: Path) -> Service:
+    """A token endpoint whose weights are handed to it (docs/engines.md says what each argument is for)."""
+    from harnessrl.engine.model import best_device, resolve
+
+    engine, base = config.engine, vllm_command(config)
+    arguments = [
+        str(resolve(config.model.path)), "--served-model-name", "policy", "--dtype", config.model.dtype,
+        "--host", "127.0.0.1", "--port", str(_free_port()), "--max-model-len", str(engine.max_len),
+        "--max-num-seqs", str(engine.max_batch), "--seed", str(config.seed),
+        "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs", "--enable-scale-out",
+        "--load-format", "dummy", "--disable-uvicorn-access-log",
+        *(["--enable-sleep-mode"] if engine.sleep else []),
+        *(["--hf-overrides", '{"tie_word_embeddings": false}'] if best_device() != "cuda" else []), *engine.args,
+    ]  # fmt: skip
+    return Service(
+        folder,
+        "engine",
+        lambda: [*base, *arguments],
+        {"VLLM_SERVER_DEV_MODE": "1"},
+        VLLM_READY,
+        VLLM_READY_SECONDS,
+        revives=False,  # it would begin without weights
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

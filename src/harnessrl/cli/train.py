@@ -14,7 +14,14 @@ from rich.console import Console
 from rich.table import Table
 
 from harnessrl.cli import app
-from harnessrl.cli.services import Service, controller_service, gateway_key, gateway_service
+from harnessrl.cli.services import (
+    Service,
+    controller_service,
+    gateway_key,
+    gateway_service,
+    vllm_command,
+    vllm_service,
+)
 from harnessrl.cli.view import View
 from harnessrl.client import AsyncClient
 from harnessrl.config import Config, load_config
@@ -83,16 +90,18 @@ def _train(run: "Run") -> Json:
 def _with_services(run: "Run", console: Console) -> Json:
     config = run.config
     with contextlib.ExitStack() as stack:
+        services: list[Service] = []
+        if config.engine.kind == "vllm":
+            config = _with_engine(run, stack, services, console)
         with console.status(f"loading {config.model.path}"):
             from harnessrl.trainer.backends import open_backend
 
             backend = open_backend(config, run.checkpoint, run.lineage)
             stack.callback(backend.close)
         url, key = config.gateway.url, gateway_key(config, run.folder)
-        services: list[Service] = []
         if url is None:
             services.append(stack.enter_context(gateway_service(config, run.folder, key)))
-            url = services[0].address
+            url = services[-1].address
         if config.controller.runner == "local":
             services.append(stack.enter_context(controller_service(config, run.folder, url, key)))
         console.print(
@@ -100,6 +109,17 @@ def _with_services(run: "Run", console: Console) -> Json:
         )
         view = stack.enter_context(View(config.train.updates, console))
         return asyncio.run(_loop(backend, url, key, run, view, services))
+
+
+def _with_engine(run: "Run", stack: contextlib.ExitStack, services: list[Service], console: Console) -> Config:
+    """The run's configuration with a vLLM server that runs: the one given, or one of its own."""
+    engine, folder = run.config.engine, run.folder
+    found = {"url": engine.url, "weights_dir": engine.weights_dir or str(folder / "weights")}
+    if engine.url is None:
+        with console.status(f"starting vLLM; what it says: {folder / 'engine.log'}"):
+            services.append(stack.enter_context(vllm_service(run.config, folder)))
+        found["url"] = services[-1].address
+    return run.config.model_copy(update={"engine": engine.model_copy(update=found)})
 
 
 async def _loop(
@@ -143,6 +163,12 @@ def check(config: Config) -> None:
     resolve(config.model.path)
     if config.backend == "verl" and importlib.util.find_spec("verl") is None:
         raise ValueError("backend: verl is not installed: pip install 'harnessrl[verl]'")
+    if config.engine.kind == "vllm" and config.backend != "torch":
+        raise ValueError(
+            f"engine.kind: vllm belongs to backend torch; backend {config.backend} brings its own engine"
+        )
+    if config.engine.kind == "vllm" and config.engine.url is None:
+        vllm_command(config)
     local = config.agent.local
     if config.controller.runner == "local" and not (local and (local.command or local.agent_class)):
         raise ValueError("agent.local.command is not set: say how the agent is started, e.g. [python, agent.py]")

@@ -1,29 +1,30 @@
-"""Plain PyTorch on one device: the trainer and the embedded engine share one copy of the weights.
+"""Plain PyTorch on one device.
 
-An update runs while the engine is at rest; its lock is held from the first weight that changes to the publish, so
-that no token is ever sampled from a half-written policy.
+An update runs while whoever serves the policy is at rest, from its first pass to the publish, so that no token is
+ever sampled from a half-written policy.
 """
 
 import json
 import math
 import threading
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import structlog
 import torch
-from torch import Tensor
+from safetensors.torch import save_file
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from harnessrl.config import Config, ModelConfig
-from harnessrl.engine.embedded import EmbeddedEngine
 from harnessrl.engine.model import load_model, load_tokenizer, quiet, resolve
-from harnessrl.engine.server import serve
+from harnessrl.engine.vllm import VllmServer
 from harnessrl.schemas import Endpoint
 from harnessrl.trainer.backends import LINEAGE
 from harnessrl.trainer.backends.metrics import means, step_metrics
+from harnessrl.trainer.backends.serving import MODEL, Embedded, Serving
 from harnessrl.trainer.backends.value_head import ValueHead
 from harnessrl.trainer.batch import Update
 from harnessrl.trainer.health import broken_row
@@ -48,7 +49,7 @@ class _Seen:
 
 
 class TorchBackend:
-    """Implements `Backend`; starts the embedded engine and its server."""
+    """Implements `Backend`."""
 
     def __init__(self, config: Config, checkpoint: Path | None = None, lineage: int = 0):
         """`checkpoint`: go on from it, as resumption number `lineage`."""
@@ -86,22 +87,14 @@ class TorchBackend:
         if algorithm.critic:
             width = self._model.config.get_text_config().hidden_size
             self._critic = ValueHead(width, self._device, algorithm, checkpoint)
-        self._engine = EmbeddedEngine(
-            self._model,
-            max_batch=config.engine.max_batch,
-            max_len=config.engine.max_len,
-            seed=config.seed + lineage,
-            version=self.version,
-        )
-        self._engine.start()
-        self._server = serve(self._engine, "127.0.0.1", 0, model="policy")
+        self.serving = self._serve(config.seed + lineage)
         self._stopping = threading.Event()
 
     def endpoints(self) -> list[Endpoint]:
         return [
             Endpoint(
-                model="policy",
-                endpoint=self._server.url,
+                model=MODEL,
+                endpoint=self.serving.url,
                 version=self.version,
                 kind="token",
                 tokenizer=str(self._folder),
@@ -115,18 +108,10 @@ class TorchBackend:
         self._set_lr()
         tokens = train.micro_batch_tokens if self._packs else 1
         steps = [pack(step.rows, tokens, share=train.share_prefixes) for step in update.steps]
-        packs = [packed for step in steps for packed in step]
-        before = self._before(packs) if len(steps) > 1 or self._critic else {}
-        if self._critic and packs:
-            self._critic.begin(packs, [seen.hidden_NH for seen in before.values() if seen.hidden_NH is not None])
-        proximal = {key: seen.logprobs_N for key, seen in before.items()} if len(steps) > 1 else {}
-        metrics: list[dict[str, float]] = []
-        with ExitStack() as engine_at_rest:
-            for number, step in enumerate(steps):
-                if step:
-                    metrics.append(self._step(step, proximal if number else {}, engine_at_rest))
+        with self.serving.updating():
+            metrics = self._steps(steps)
             self.version += 1
-            self._engine.publish(self.version)
+            self.serving.publish(self.version)
         return means(metrics) | {"optim/lr": self._optimizer.param_groups[0]["lr"]}
 
     def stop(self) -> None:
@@ -134,12 +119,9 @@ class TorchBackend:
         self._stopping.set()
 
     def save(self, folder: Path) -> None:
-        model = self._model
         if self._config.model.lora_rank:
-            model.save_pretrained(folder / "adapter")
-            model = _merged(model)
-        with quiet():
-            model.save_pretrained(folder)
+            self._model.save_pretrained(folder / "adapter")
+        self._write_weights(folder)
         self._tokenizer.save_pretrained(folder)
         torch.save(self._optimizer.state_dict(), folder / "optimizer.pt")
         if self._critic:
@@ -149,8 +131,35 @@ class TorchBackend:
 
     def close(self) -> None:
         self.stop()
-        self._server.close()
-        self._engine.stop()
+        self.serving.close()
+
+    def _serve(self, seed: int) -> Serving:
+        engine = self._config.engine
+        if engine.kind == "embedded":
+            return Embedded(self._model, engine, seed, self.version)
+        assert engine.url and engine.weights_dir, "whoever starts the server sets both"
+        server = VllmServer(
+            engine.url,
+            Path(engine.weights_dir),
+            self._hand_over,
+            model=MODEL,
+            max_len=engine.max_len,
+            sleep=engine.sleep,
+        )
+        server.publish(self.version)
+        return server
+
+    def _hand_over(self, folder: Path) -> None:
+        self._write_weights(folder)
+        if self._device.type != "cuda" and self._model.config.get_text_config().tie_word_embeddings:
+            # vLLM for CPU packs its own copy of a tied output layer, and would keep the old one: it runs untied.
+            embeddings = cast(nn.Embedding, self._model.get_input_embeddings())
+            save_file({"lm_head.weight": embeddings.weight.detach()}, folder / "lm_head.safetensors")
+
+    def _write_weights(self, folder: Path) -> None:
+        """As `transformers` reads them; adapters are merged."""
+        with quiet():
+            (_merged(self._model) if self._config.model.lora_rank else self._model).save_pretrained(folder)
 
     def _set_lr(self) -> None:
         optim = self._config.optim
@@ -158,14 +167,20 @@ class TorchBackend:
         for group in self._optimizer.param_groups:
             group["lr"] = optim.lr * scale
 
+    def _steps(self, steps: list[list[Packed]]) -> list[dict[str, float]]:
+        packs = [packed for step in steps for packed in step]
+        before = self._before(packs) if len(steps) > 1 or self._critic else {}
+        if self._critic and packs:
+            self._critic.begin(packs, [seen.hidden_NH for seen in before.values() if seen.hidden_NH is not None])
+        proximal = {key: seen.logprobs_N for key, seen in before.items()} if len(steps) > 1 else {}
+        return [self._step(step, proximal if number else {}) for number, step in enumerate(steps) if step]
+
     def _before(self, packs: list[Packed]) -> dict[int, _Seen]:
         """What the weights before the update say, by pack."""
         with torch.no_grad():
             return {id(packed): self._forward(packed) for packed in packs}
 
-    def _step(
-        self, packs: list[Packed], proximal: dict[int, Tensor], engine_at_rest: ExitStack
-    ) -> dict[str, float]:
+    def _step(self, packs: list[Packed], proximal: dict[int, Tensor]) -> dict[str, float]:
         """One optimizer step: gradients add up over the packs, then one clip and one step."""
         algorithm = self._config.algorithm
         extra = self._prefer(packs) if algorithm.loss == "dpo" else {}
@@ -197,7 +212,6 @@ class TorchBackend:
             sums.append(metrics)
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._config.optim.grad_clip).item()
         if math.isfinite(norm):
-            engine_at_rest.enter_context(self._engine.updating())
             self._optimizer.step()
             if self._critic:
                 self._critic.step()
