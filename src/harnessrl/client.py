@@ -33,6 +33,8 @@ from harnessrl.schemas import (
     ProxyState,
     Rollout,
     RolloutDetail,
+    Run,
+    RunRecord,
     State,
     StatusPatch,
     TerminalPage,
@@ -168,6 +170,19 @@ def resume() -> Request[ProxyState]:
 
 def proxy_state() -> Request[ProxyState]:
     return Request("GET", "/proxy/state", _as(ProxyState))
+
+
+def report_run(run_id: str, records: Iterable[RunRecord]) -> Request[None]:
+    """For those who watch the run. No records: the trainer is alive."""
+    return Request("POST", f"/api/runs/{_id(run_id)}/records", _nothing, list(records))
+
+
+def list_runs() -> Request[list[Run]]:
+    return Request("GET", "/api/runs", _as(list[Run]))
+
+
+def run_records(run_id: str, after: int = 0) -> Request[list[RunRecord]]:
+    return Request("GET", f"/api/runs/{_id(run_id)}/records", _as(list[RunRecord]), params={"after": after})
 
 
 def full_prompts(calls: Iterable[Call]) -> dict[str, np.ndarray]:

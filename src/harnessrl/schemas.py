@@ -311,6 +311,38 @@ class Call(Wire):
     error: Json | None = None
 
 
+# ---------------------------------------------------------------------------------------------- runs
+
+
+class RunRecord(Wire):
+    """What a trainer reports of its run, for those who watch it.
+
+    `start` and `end` of a process that trains it, a `phase` that begins, an update's `metrics`, an `alarm`.
+    """
+
+    extensions = frozenset({"id"})
+
+    id: int | None = None
+    """Order of arrival, over all runs: the cursor of the run's records. Given by the gateway."""
+    kind: Literal["start", "phase", "metrics", "alarm", "end"]
+    at: float
+    """By the trainer's clock."""
+    data: Json = {}
+
+
+class Run(Wire):
+    """A training run that reports, or has reported, to this gateway."""
+
+    run_id: str
+    """Its rollouts' group ids begin with it."""
+    started_at: float
+    last_at: float
+    """Of its last record."""
+    start: Json
+    """The newest `start` record's data."""
+    ended: bool
+
+
 # --------------------------------------------------------------------------------------------- proxy
 
 

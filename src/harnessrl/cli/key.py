@@ -14,6 +14,7 @@ class KeyRole(StrEnum):
     trainer = "trainer"
     controller = "controller"
     evaluator = "evaluator"
+    viewer = "viewer"
 
 
 @app.command()

@@ -5,12 +5,13 @@ everything else is FastAPI's.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
+import time
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from contextlib import AsyncExitStack
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import structlog
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 
 from harnessrl.gateway.api import build_api
 from harnessrl.gateway.auth import Auth
@@ -43,8 +44,12 @@ class Gateway:
     proxy: ProxyApp
     api: FastAPI
 
-    def __init__(self, settings: Settings):
+    def __init__(self, settings: Settings, routers: Sequence[APIRouter] = ()):
+        """routers: further routes, such as the dashboard's; each has its roles in `auth.ROUTES`."""
         self.settings = settings
+        self.routers = routers
+        self.last_heard: dict[tuple[str, str], float] = {}
+        """When each trainer and controller was last heard of, by kind and name."""
         self.ending = asyncio.Event()
         """Set when the gateway begins to end: what would wait for ever returns."""
         self._stack = AsyncExitStack()
@@ -77,6 +82,9 @@ class Gateway:
     async def __aexit__(self, *_: object) -> None:
         self.begin_drain()
         await self._stack.aclose()
+
+    def heard(self, kind: Literal["trainer", "controller"], name: str) -> None:
+        self.last_heard[kind, name] = time.time()
 
     def begin_drain(self) -> None:
         """From now on nobody is kept waiting; calls in flight run out."""
@@ -122,5 +130,5 @@ async def _every(seconds: float, job: Callable[[], Awaitable[None]]) -> None:
         await asyncio.sleep(seconds)
 
 
-def create_app(settings: Settings) -> Gateway:
-    return Gateway(settings)
+def create_app(settings: Settings, routers: Sequence[APIRouter] = ()) -> Gateway:
+    return Gateway(settings, routers)

@@ -1,7 +1,7 @@
 """Who may do what: one table of routes and roles, an admin key, and signed tokens that name a role.
 
 A token for an agent or an evaluation names its rollout and attempt too, and is void when that attempt ends
-(invariant 13). Nothing secret is stored: tokens are signed with a key derived from the admin key.
+(invariant 13). A viewer reads everything and changes nothing. Nothing secret is stored: tokens are signed with a key derived from the admin key.
 """
 
 import hmac
@@ -18,7 +18,7 @@ from harnessrl.gateway.store import Access
 
 __all__ = ["OPEN", "PROXY", "ROUTES", "Auth", "Caller", "Refused", "Role"]
 
-Role = Literal["admin", "trainer", "controller", "evaluator", "agent"]
+Role = Literal["admin", "trainer", "controller", "evaluator", "agent", "viewer"]
 
 Roles = frozenset[str]
 _ALL: Roles = frozenset(get_args(Role))
@@ -26,6 +26,7 @@ _ADMIN: Roles = frozenset({"admin"})
 _TRAINER = _ADMIN | {"trainer"}
 _CONTROLLER = _ADMIN | {"controller"}
 _BOTH = _TRAINER | _CONTROLLER
+_VIEW = frozenset({"viewer"})
 
 OPEN: Roles = frozenset({"anybody"})
 PROXY: Roles = _ADMIN | {"agent"}
@@ -35,27 +36,38 @@ ROUTES: dict[tuple[str, str], Roles] = {
     ("GET", "/healthz"): OPEN,
     ("GET", "/docs"): _ADMIN,
     ("GET", "/openapi.json"): _ADMIN,
-    ("GET", "/metrics"): _BOTH,
+    ("GET", "/metrics"): _BOTH | _VIEW,
     ("POST", "/api/rollouts"): _TRAINER,
-    ("GET", "/api/rollouts"): _BOTH,
-    ("GET", "/api/rollouts/terminal"): _BOTH,
-    ("GET", "/api/rollouts/stream"): _BOTH,
+    ("GET", "/api/rollouts"): _BOTH | _VIEW,
+    ("GET", "/api/rollouts/terminal"): _BOTH | _VIEW,
+    ("GET", "/api/rollouts/stream"): _BOTH | _VIEW,
     ("POST", "/api/rollouts/consumed"): _TRAINER,
-    ("GET", "/api/rollouts/{rollout_id}"): _BOTH | {"evaluator"},
+    ("GET", "/api/rollouts/{rollout_id}"): _BOTH | _VIEW | {"evaluator"},
     ("PATCH", "/api/rollouts/{rollout_id}"): _CONTROLLER,
     ("DELETE", "/api/rollouts/{rollout_id}"): _TRAINER,
     ("POST", "/api/rollouts/{rollout_id}/claim"): _CONTROLLER,
     ("POST", "/api/rollouts/{rollout_id}/attempt/{attempt_id}/end"): _CONTROLLER,
     ("POST", "/api/leases"): _CONTROLLER,
     ("POST", "/api/rollouts/{rollout_id}/attempt/{attempt_id}/events"): _CONTROLLER | {"evaluator", "agent"},
-    ("GET", "/api/rollouts/{rollout_id}/events"): _TRAINER | {"evaluator"},
-    ("GET", "/api/rollouts/{rollout_id}/calls"): _TRAINER | {"evaluator"},
+    ("GET", "/api/rollouts/{rollout_id}/events"): _TRAINER | _VIEW | {"evaluator"},
+    ("GET", "/api/rollouts/{rollout_id}/calls"): _TRAINER | _VIEW | {"evaluator"},
     ("POST", "/api/models"): _TRAINER,
-    ("GET", "/api/models"): _BOTH,
+    ("GET", "/api/models"): _BOTH | _VIEW,
     ("DELETE", "/api/models"): _TRAINER,
     ("POST", "/proxy/pause"): _TRAINER,
     ("POST", "/proxy/resume"): _TRAINER,
-    ("GET", "/proxy/state"): _BOTH,
+    ("GET", "/proxy/state"): _BOTH | _VIEW,
+    ("POST", "/api/runs/{run_id}/records"): _TRAINER,
+    ("GET", "/api/runs"): _BOTH | _VIEW,
+    ("GET", "/api/runs/{run_id}/records"): _BOTH | _VIEW,
+    ("GET", "/api/runs/{run_id}/stream"): _BOTH | _VIEW,
+    ("GET", "/"): OPEN,
+    ("GET", "/static/{file:path}"): OPEN,
+    ("GET", "/api/dashboard/rollouts"): _TRAINER | _VIEW,
+    ("GET", "/api/dashboard/groups"): _TRAINER | _VIEW,
+    ("GET", "/api/dashboard/facets"): _TRAINER | _VIEW,
+    ("GET", "/api/dashboard/rollouts/{rollout_id}"): _TRAINER | _VIEW,
+    ("GET", "/api/dashboard/system"): _TRAINER | _VIEW,
 }
 
 OPEN_ON_LOOPBACK = frozenset({"/docs", "/openapi.json", "/metrics"})

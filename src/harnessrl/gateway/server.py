@@ -7,12 +7,13 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import structlog
 import uvicorn
+from fastapi import APIRouter
 
 from harnessrl.gateway.app import Gateway
 from harnessrl.gateway.settings import Settings
@@ -45,7 +46,7 @@ def admin_key(given: str | None, loopback: bool, store: Path) -> str:
     return key
 
 
-def serve(settings: Settings) -> None:
+def serve(settings: Settings, routers: Sequence[APIRouter] = ()) -> None:
     """Blocks until SIGINT or SIGTERM; raises `GatewayNotStarted`."""
     structlog.configure(
         wrapper_class=structlog.make_filtering_bound_logger(settings.log_level),
@@ -54,15 +55,15 @@ def serve(settings: Settings) -> None:
     listener = _bind(settings.host, settings.port)
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(_serve(settings, listener))
+            runner.run(_serve(settings, routers, listener))
     except StoreError as error:
         raise GatewayNotStarted(str(error)) from error
     finally:
         listener.close()
 
 
-async def _serve(settings: Settings, listener: socket.socket) -> None:
-    async with Gateway(settings) as gateway:
+async def _serve(settings: Settings, routers: Sequence[APIRouter], listener: socket.socket) -> None:
+    async with Gateway(settings, routers) as gateway:
         await _Server(gateway, listener).serve(sockets=[listener])
 
 

@@ -8,7 +8,7 @@ from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import HTMLResponse, Response
 
 from harnessrl import __version__
-from harnessrl.gateway.api import control, events, models, rollouts
+from harnessrl.gateway.api import control, events, models, rollouts, runs
 from harnessrl.gateway.api.wire import GuardedRoute, answer
 from harnessrl.gateway.auth import Refused
 from harnessrl.gateway.store import Conflict, NotFound, StoreError
@@ -23,7 +23,7 @@ def build_api(gateway: "Gateway") -> FastAPI:
     api = FastAPI(title="HarnessRL gateway", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     api.state.gateway = gateway
     api.router.route_class = GuardedRoute
-    for router in (rollouts.router, events.router, models.router, control.router):
+    for router in (rollouts.router, events.router, models.router, runs.router, control.router, *gateway.routers):
         api.include_router(router)
 
     @api.get("/openapi.json", include_in_schema=False)

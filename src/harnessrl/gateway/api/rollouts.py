@@ -1,15 +1,12 @@
 """Rollouts: what the trainer creates, controllers run, and both follow."""
 
-import asyncio
-from collections.abc import AsyncIterator
 from typing import Annotated
 
-import orjson
 from fastapi import APIRouter, Query, Response
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
 
-from harnessrl.gateway.api.wire import AttemptId, GatewayDep, GuardedRoute, RolloutId, answer
+from harnessrl.gateway.api.wire import AttemptId, GatewayDep, GuardedRoute, RolloutId, answer, event_stream
 from harnessrl.schemas import (
     AttemptEnd,
     Claim,
@@ -30,7 +27,6 @@ router = APIRouter(prefix="/api", route_class=GuardedRoute)
 
 _MOST = 100_000
 _LARGEST = 2**62
-_KEEP_ALIVE_SECONDS = 15.0
 _TOKEN_GRACE_SECONDS = 86_400
 """A key outlives its attempt's timeout by this, which leaves room for held calls; the end voids it anyway."""
 
@@ -66,25 +62,7 @@ async def terminal(gateway: GatewayDep, after: After = 0, limit: Limit = 1000) -
 @router.get("/rollouts/stream", response_class=StreamingResponse)
 async def stream(gateway: GatewayDep, after: Annotated[int | None, Query(ge=0, le=_LARGEST)] = None) -> Response:
     """Server-sent events: each `data:` line is `[cursor, rollout_id, state]`; with `after`, first those since."""
-    changes = gateway.store.changes(after)
-    return StreamingResponse(_events(changes, gateway.ending), media_type="text/event-stream")
-
-
-async def _events(changes: AsyncIterator[tuple[int, str, State]], ending: asyncio.Event) -> AsyncIterator[bytes]:
-    end = asyncio.create_task(ending.wait())
-    change = asyncio.ensure_future(anext(changes))
-    yield b": hello\n\n"
-    try:
-        while not ending.is_set():
-            await asyncio.wait([change, end], timeout=_KEEP_ALIVE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-            if change.done():
-                yield b"data: " + orjson.dumps(change.result()) + b"\n\n"
-                change = asyncio.ensure_future(anext(changes))
-            elif not ending.is_set():
-                yield b": still here\n\n"
-    finally:
-        change.cancel()
-        end.cancel()
+    return event_stream(gateway.store.changes(after), gateway.ending)
 
 
 @router.post("/rollouts/consumed", status_code=204)
@@ -114,6 +92,7 @@ async def delete(rollout_id: RolloutId, gateway: GatewayDep) -> Response:
 @router.post("/rollouts/{rollout_id}/claim", response_model=Claim)
 async def claim(rollout_id: RolloutId, body: ClaimRequest, gateway: GatewayDep) -> Response:
     rollout, attempt_id = await gateway.store.claim(rollout_id, body.controller, body.lease_seconds)
+    gateway.heard("controller", body.controller)
     config = rollout.config
     lasts = config.timeout_seconds + _TOKEN_GRACE_SECONDS
     evaluated = config.local is not None and config.local.evaluate is not None
@@ -135,4 +114,5 @@ async def end(rollout_id: RolloutId, attempt_id: AttemptId, body: AttemptEnd, ga
 
 @router.post("/leases", response_model=LeaseState)
 async def leases(body: LeaseRenewal, gateway: GatewayDep) -> Response:
+    gateway.heard("controller", body.controller)
     return answer(await gateway.store.renew(body.controller, body.rollout_ids, body.lease_seconds))

@@ -1,10 +1,12 @@
 """What every route shares: who may call it, strict JSON in, fast JSON out."""
 
-from collections.abc import Callable, Coroutine
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import TYPE_CHECKING, Annotated, Any
 
 import orjson
 from fastapi import Depends, HTTPException, Path, Request, Response
+from fastapi.responses import StreamingResponse
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
@@ -16,11 +18,13 @@ if TYPE_CHECKING:
 else:
     Gateway = Any  # which imports this module
 
-__all__ = ["AttemptId", "CallerDep", "GatewayDep", "GuardedRoute", "RolloutId", "answer"]
+__all__ = ["AttemptId", "CallerDep", "GatewayDep", "GuardedRoute", "RolloutId", "RunId", "answer", "event_stream"]
 
+_KEEP_ALIVE_SECONDS = 15.0
 _SEGMENT = r"^[^/\x00-\x1f]+$"
 RolloutId = Annotated[str, Path(pattern=_SEGMENT, max_length=200)]
 AttemptId = Annotated[str, Path(pattern=_SEGMENT, max_length=200)]
+RunId = Annotated[str, Path(pattern=_SEGMENT, max_length=200)]
 
 
 def answer(value: Any, status: int = 200) -> Response:
@@ -32,6 +36,28 @@ def _dump(value: Any) -> Any:
     if isinstance(value, BaseModel):
         return value.model_dump()
     raise TypeError(type(value).__name__)
+
+
+def event_stream(items: AsyncIterator[Any], ending: asyncio.Event) -> Response:
+    """Server-sent events, one for each item, until `ending`."""
+    return StreamingResponse(_events(items, ending), media_type="text/event-stream")
+
+
+async def _events(items: AsyncIterator[Any], ending: asyncio.Event) -> AsyncIterator[bytes]:
+    end = asyncio.create_task(ending.wait())
+    item = asyncio.ensure_future(anext(items))
+    yield b": hello\n\n"
+    try:
+        while not ending.is_set():
+            await asyncio.wait([item, end], timeout=_KEEP_ALIVE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            if item.done():
+                yield b"data: " + orjson.dumps(item.result(), default=_dump) + b"\n\n"
+                item = asyncio.ensure_future(anext(items))
+            elif not ending.is_set():
+                yield b": still here\n\n"
+    finally:
+        item.cancel()
+        end.cancel()
 
 
 class StrictRequest(Request):

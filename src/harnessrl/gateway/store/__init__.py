@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from harnessrl.gateway.store.browse import Search
 from harnessrl.schemas import (
     TERMINAL,
     AttemptEnd,
@@ -21,6 +22,8 @@ from harnessrl.schemas import (
     Mode,
     NewRollout,
     Rollout,
+    Run,
+    RunRecord,
     State,
     StatusPatch,
     TerminalPage,
@@ -188,6 +191,28 @@ class Store(Protocol):
         ...
 
     async def put_setting(self, name: str, value: Any) -> None: ...
+
+    async def add_run_records(self, run_id: str, records: Sequence[RunRecord]) -> None: ...
+
+    async def runs(self) -> list[Run]:
+        """Newest first."""
+        ...
+
+    async def run_records(self, run_id: str, after: int) -> list[RunRecord]:
+        """Those with a greater `id` than `after`."""
+        ...
+
+    def follow_run(self, run_id: str, after: int) -> AsyncIterator[RunRecord]:
+        """The same, then what comes, for ever."""
+        ...
+
+    async def find(self, search: Search) -> Json: ...
+
+    async def find_groups(self, search: Search) -> Json: ...
+
+    async def facets(self, run: str | None) -> Json: ...
+
+    async def counts(self) -> Json: ...
 
     async def mark_consumed(self, rollout_ids: Sequence[str]) -> None:
         """The trainer is done with these: they may be removed (see `retain`); unknown ids are ignored."""

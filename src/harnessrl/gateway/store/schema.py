@@ -1,6 +1,6 @@
 """The tables. A change of the schema is a new script at the end of `MIGRATIONS`, never an edit."""
 
-__all__ = ["MIGRATIONS"]
+__all__ = ["MIGRATIONS", "SUMMARIZE"]
 
 _FIRST = """
 CREATE TABLE rollouts (
@@ -96,4 +96,59 @@ CREATE TABLE endpoints (
 CREATE TABLE settings (name TEXT PRIMARY KEY, value BLOB NOT NULL);
 """
 
-MIGRATIONS: tuple[str, ...] = (_FIRST,)
+SUMMARIZE = """
+INSERT OR REPLACE INTO summaries
+WITH ended AS (SELECT id AS rollout, coalesce(last_attempt_id, '0') AS attempt_id FROM rollouts WHERE {which}),
+seen AS (SELECT e.* FROM ended JOIN entries e USING (rollout, attempt_id)),
+rewards AS (
+  SELECT rollout, id, json_extract(data, '$.value') AS value,
+    coalesce(json_extract(data, '$.call_id'), json_extract(data, '$.turn')) AS call
+  FROM seen WHERE event_type = 'reward'
+),
+facts AS (
+  SELECT rollout, length(sampled_ids) / 4 AS sampled, json_extract(facts, '$.agent') AS agent,
+    json_extract(facts, '$.dialect') AS dialect,
+    json_extract(facts, '$.versions[0][0]') AS low, json_extract(facts, '$.versions[#-1][0]') AS high
+  FROM seen JOIN payloads ON entry = seen.id
+)
+SELECT rollout,
+  coalesce(
+    (SELECT value FROM rewards w WHERE w.rollout = ended.rollout AND call IS NULL ORDER BY id DESC LIMIT 1),
+    (SELECT sum(value) FROM rewards w WHERE w.rollout = ended.rollout)
+  ),
+  count(sampled), coalesce(sum(sampled), 0), group_concat(DISTINCT agent), group_concat(DISTINCT dialect),
+  min(low), max(high)
+FROM ended LEFT JOIN facts USING (rollout) GROUP BY rollout
+"""
+"""What lists of rollouts show, of the rollouts that `which` (a condition on `rollouts`) names."""
+
+_LOOKED_AT = f"""
+ALTER TABLE rollouts ADD COLUMN group_id TEXT
+  GENERATED ALWAYS AS (json_extract(metadata, '$.group_id')) VIRTUAL;
+CREATE INDEX rollouts_by_group ON rollouts (group_id);
+CREATE INDEX rollouts_listed ON rollouts
+  (is_train, state, failure_kind, error_message, group_id, created_at, updated_at);
+
+CREATE TABLE summaries (                    -- of ended rollouts, of their last attempt
+  rollout INTEGER PRIMARY KEY,
+  reward REAL,
+  calls INTEGER NOT NULL,
+  sampled INTEGER NOT NULL,                 -- tokens
+  agents TEXT,                              -- names, separated by commas, as are dialects
+  dialects TEXT,
+  version_min INTEGER,                      -- of the policy, over sampled tokens
+  version_max INTEGER
+);
+{SUMMARIZE.format(which="ended IS NOT NULL")};
+
+CREATE TABLE run_records (                  -- what trainers report of their runs
+  id INTEGER PRIMARY KEY AUTOINCREMENT,
+  run_id TEXT NOT NULL,
+  kind TEXT NOT NULL,
+  at REAL NOT NULL,
+  data BLOB NOT NULL                        -- JSON
+);
+CREATE INDEX run_records_by_run ON run_records (run_id, kind, id);
+"""
+
+MIGRATIONS: tuple[str, ...] = (_FIRST, _LOOKED_AT)

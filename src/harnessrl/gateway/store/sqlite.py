@@ -11,10 +11,12 @@ from typing import Any, Literal, NamedTuple
 
 import orjson
 
+from harnessrl.gateway.store import browse
 from harnessrl.gateway.store import Access, CallRecord, Conflict, NotFound
 from harnessrl.gateway.store.calls import CallWriter, Chain, call_of, read_calls, record_of, whole_request
 from harnessrl.gateway.store.database import Database
 from harnessrl.gateway.store.judge import Evidence, judge
+from harnessrl.gateway.store.schema import SUMMARIZE
 from harnessrl.gateway.store.v1 import model_request
 from harnessrl.schemas import (
     TERMINAL,
@@ -28,6 +30,8 @@ from harnessrl.schemas import (
     Rollout,
     RolloutConfig,
     RolloutStatus,
+    Run,
+    RunRecord,
     State,
     StatusPatch,
     TerminalItem,
@@ -68,7 +72,8 @@ _ROLLOUT = f"rollout_id, input, is_train, config, metadata, {_STATUS}"
 class _Changed(NamedTuple):
     """Noted by writes: `on_commit` forgets what memory knew of the rollout and wakes the streams."""
 
-    rollout_id: str
+    rollout_id: str | None
+    """None: nothing but a run's records changed."""
     cursor: int | None
 
 
@@ -218,6 +223,7 @@ class SqliteStore:
         self._calls.forget(entries)
         db.execute("DELETE FROM entries WHERE rollout = ?", row)
         db.execute("DELETE FROM fields WHERE rollout = ?", row)
+        db.execute("DELETE FROM summaries WHERE rollout = ?", row)
         db.execute("DELETE FROM rollouts WHERE id = ?", row)
         self._db.note(_Changed(rollout_id, None))
 
@@ -306,6 +312,7 @@ class SqliteStore:
             )
         if state in TERMINAL:
             db.execute("UPDATE rollouts SET ended = ? WHERE rollout_id = ?", (_count(db, "ended"), rollout_id))
+            _summarize(db, rollout_id)
         self._note_change(db, rollout_id, state)
 
     async def add_held_seconds(self, rollout_id: str, seconds: float) -> None:
@@ -327,6 +334,8 @@ class SqliteStore:
                 raise Conflict(f"Attempt {attempt_id} has ended: it takes no more events")
             now = time.time()
             _add_entry(db, _key(db, rollout_id), attempt_id, event_type, now, dumped)
+            if access.state in TERMINAL:
+                _summarize(db, rollout_id)
             return Event(
                 event_type=event_type, rollout_id=rollout_id, attempt_id=attempt_id, timestamp=now, data=data
             )
@@ -438,6 +447,55 @@ class SqliteStore:
     async def put_setting(self, name: str, value: Any) -> None:
         await self._write("INSERT OR REPLACE INTO settings VALUES (?,?)", (name, orjson.dumps(value)))
 
+    async def add_run_records(self, run_id: str, records: Sequence[RunRecord]) -> None:
+        def job(db: sqlite3.Connection) -> None:
+            db.executemany(
+                "INSERT INTO run_records (run_id, kind, at, data) VALUES (?,?,?,?)",
+                [(run_id, record.kind, record.at, orjson.dumps(record.data)) for record in records],
+            )
+            self._db.note(_Changed(None, None))
+
+        await self._db.write(job)
+
+    async def runs(self) -> list[Run]:
+        def job(db: sqlite3.Connection) -> list[Run]:
+            ids = db.execute("SELECT run_id FROM run_records GROUP BY run_id ORDER BY min(id) DESC").fetchall()
+            return [_run(db, run_id) for (run_id,) in ids]
+
+        return await self._db.read(job)
+
+    async def run_records(self, run_id: str, after: int) -> list[RunRecord]:
+        rows = await self._db.read(
+            lambda db: db.execute(
+                "SELECT id, kind, at, data FROM run_records WHERE run_id = ? AND id > ? ORDER BY id",
+                (run_id, after),
+            ).fetchall()
+        )
+        return [RunRecord(id=i, kind=kind, at=at, data=orjson.loads(data)) for i, kind, at, data in rows]
+
+    async def follow_run(self, run_id: str, after: int) -> AsyncIterator[RunRecord]:
+        while True:
+            changed = self._changed
+            records = await self.run_records(run_id, after)
+            for record in records:
+                assert record.id is not None
+                after = record.id
+                yield record
+            if not records:
+                await changed.wait()
+
+    async def find(self, search: browse.Search) -> Json:
+        return await self._db.read(lambda db: browse.find(db, search))
+
+    async def find_groups(self, search: browse.Search) -> Json:
+        return await self._db.read(lambda db: browse.find_groups(db, search))
+
+    async def facets(self, run: str | None) -> Json:
+        return await self._db.read(lambda db: browse.facets(db, run))
+
+    async def counts(self) -> Json:
+        return await self._db.read(browse.counts)
+
     async def mark_consumed(self, rollout_ids: Sequence[str]) -> None:
         def job(db: sqlite3.Connection) -> None:
             db.executemany(
@@ -516,7 +574,8 @@ class SqliteStore:
             return
         self._generation += 1
         for rollout_id, cursor in notes:
-            self._access.pop(rollout_id, None)
+            if rollout_id is not None:
+                self._access.pop(rollout_id, None)
             self._cursor = max(self._cursor, cursor or 0)
         self._changed.set()
         self._changed = asyncio.Event()
@@ -617,6 +676,31 @@ def _add_entry(
     ).lastrowid
     assert entry is not None
     return entry
+
+
+def _summarize(db: sqlite3.Connection, rollout_id: str) -> None:
+    db.execute(SUMMARIZE.format(which="rollout_id = ?"), (rollout_id,))
+
+
+def _run(db: sqlite3.Connection, run_id: str) -> Run:
+    first, last = (
+        db.execute(f"SELECT at FROM run_records WHERE run_id = ? ORDER BY id {way} LIMIT 1", (run_id,)).fetchone()[0]
+        for way in ("ASC", "DESC")
+    )
+    newest = dict(
+        db.execute(
+            "SELECT kind, max(id) FROM run_records WHERE run_id = ? AND kind IN ('start', 'end') GROUP BY kind",
+            (run_id,),
+        ).fetchall()
+    )
+    start = db.execute("SELECT data FROM run_records WHERE id = ?", (newest.get("start"),)).fetchone()
+    return Run(
+        run_id=run_id,
+        started_at=first,
+        last_at=last,
+        start=orjson.loads(start[0]) if start else {},
+        ended=newest.get("end", 0) > newest.get("start", 0),
+    )
 
 
 def _counter(db: sqlite3.Connection, name: str) -> int:
