@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "harnessrl"
+TRAINER_MATHS = {f"trainer.{name}" for name in ("group", "rollout", "rows", "trajectory")}
 COMPONENTS = {
     "schemas": set(),
     "client": {"schemas"},
@@ -14,6 +15,7 @@ COMPONENTS = {
     "gateway": {"schemas", "client", "config"},
     "controller": {"schemas", "client", "config"},
     "trainer": {"schemas", "client", "config", "engine"},
+    "dashboard": {"schemas", "client", "config", "gateway", *TRAINER_MATHS},
 }
 ONLY_IN = {
     "torch": ("engine/", "trainer/"),

@@ -341,6 +341,8 @@ class Run(Wire):
     start: Json
     """The newest `start` record's data."""
     ended: bool
+    heard_seconds_ago: float | None = None
+    """Since its trainer was last heard of; None: not since this gateway began."""
 
 
 # --------------------------------------------------------------------------------------------- proxy

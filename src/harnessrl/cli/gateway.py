@@ -47,11 +47,12 @@ def gateway(
     ] = 15,
     log_level: Annotated[LogLevel, Option(help="debug shows each call.")] = "info",
 ) -> None:
-    """Run the API Gateway: rollouts, events, and the proxy between harnesses and engines."""
+    """Run the API Gateway: rollouts, events, the proxy between harnesses and engines, and the dashboard."""
     options: dict[str, Any] = locals()
+    from harnessrl.dashboard import router
     from harnessrl.gateway.server import admin_key, serve
     from harnessrl.gateway.settings import Settings, is_loopback
 
     options["agent"] = tuple(agent or ())
     options["key"] = admin_key(key, is_loopback(host), store)
-    serve(Settings(**options))
+    serve(Settings(**options), [router])

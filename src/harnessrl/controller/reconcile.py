@@ -320,8 +320,7 @@ class Controller:
         while True:
             self._runner.heartbeat()
             try:
-                if ours := [*self._attempts, *self._starting]:
-                    await self._renew(ours)
+                await self._renew([*self._attempts, *self._starting])
             except (httpx.HTTPError, GatewayError) as error:
                 log.warning("leases not renewed: %s", _why(error))
             await asyncio.sleep(self._pace.lease_seconds / 3)

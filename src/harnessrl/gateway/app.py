@@ -49,7 +49,7 @@ class Gateway:
         self.settings = settings
         self.routers = routers
         self.last_heard: dict[tuple[str, str], float] = {}
-        """When each trainer and controller was last heard of, by kind and name."""
+        """When each trainer and controller was last heard of (`time.monotonic`), by kind and name."""
         self.ending = asyncio.Event()
         """Set when the gateway begins to end: what would wait for ever returns."""
         self._stack = AsyncExitStack()
@@ -84,7 +84,12 @@ class Gateway:
         await self._stack.aclose()
 
     def heard(self, kind: Literal["trainer", "controller"], name: str) -> None:
-        self.last_heard[kind, name] = time.time()
+        self.last_heard[kind, name] = time.monotonic()
+
+    def silence(self, kind: Literal["trainer", "controller"], name: str) -> float | None:
+        """Seconds since; None if it was never heard of."""
+        at = self.last_heard.get((kind, name))
+        return None if at is None else time.monotonic() - at
 
     def begin_drain(self) -> None:
         """From now on nobody is kept waiting; calls in flight run out."""

@@ -1,7 +1,8 @@
 """Who may do what: one table of routes and roles, an admin key, and signed tokens that name a role.
 
 A token for an agent or an evaluation names its rollout and attempt too, and is void when that attempt ends
-(invariant 13). A viewer reads everything and changes nothing. Nothing secret is stored: tokens are signed with a key derived from the admin key.
+(invariant 13). A viewer reads everything and changes nothing. Nothing secret is stored: tokens are signed with a
+key derived from the admin key.
 """
 
 import hmac
@@ -62,7 +63,7 @@ ROUTES: dict[tuple[str, str], Roles] = {
     ("GET", "/api/runs/{run_id}/records"): _BOTH | _VIEW,
     ("GET", "/api/runs/{run_id}/stream"): _BOTH | _VIEW,
     ("GET", "/"): OPEN,
-    ("GET", "/static/{file:path}"): OPEN,
+    ("GET", "/static/{file}"): OPEN,
     ("GET", "/api/dashboard/rollouts"): _TRAINER | _VIEW,
     ("GET", "/api/dashboard/groups"): _TRAINER | _VIEW,
     ("GET", "/api/dashboard/facets"): _TRAINER | _VIEW,

@@ -23,6 +23,7 @@ from harnessrl.trainer.backends import Backend
 from harnessrl.trainer.batch import Group, Update, build_update
 from harnessrl.trainer.collect import CollectedGroup, Collector
 from harnessrl.trainer.health import Health, staleness_metrics
+from harnessrl.trainer.report import Reporter
 from harnessrl.trainer.rollout import FinishedRollout
 from harnessrl.trainer.run import Run
 from harnessrl.trainer.schedule import Flight, Schedule
@@ -31,6 +32,7 @@ from harnessrl.trainer.tasks import TaskDealer, read_tasks
 __all__ = ["Progress", "train"]
 
 REST_POLL_SECONDS = 0.02
+NORMAL_95 = 1.96
 STATE = "trainer.json"
 """In a checkpoint: what the trainer needs besides the weights."""
 
@@ -39,7 +41,7 @@ class Progress(Protocol):
     """What is told while a run goes on."""
 
     def phase(self, name: str, rollouts: int) -> None:
-        """A phase (`evaluate`, `collect`, `update`) begins; `rollouts` are expected of it."""
+        """One of `evaluate`, `collect`, `rest`, `update`, `publish`, `checkpoint` begins, for so many rollouts."""
         ...
 
     def rollout(self, rollout: FinishedRollout) -> None: ...
@@ -61,7 +63,10 @@ async def train(backend: Backend, gateway: AsyncClient, run: Run, progress: Prog
     await gateway(delete_endpoints())
     await gateway(register_endpoints(backend.endpoints()))
     await gateway(resume())
-    async with Collector(gateway, config.agent, progress.rollout) as collector:
+    async with (
+        Reporter(gateway, run.id, run.lineage, config, progress) as progress,
+        Collector(gateway, config.agent, progress.rollout) as collector,
+    ):
         session = _Session(backend, gateway, run, progress, collector, tasks)
         if run.lineage:
             assert run.checkpoint
@@ -158,8 +163,9 @@ class _Session:
             self._collector.forget(group.group_id)
         mean = statistics.fmean(self._outcomes(groups))
         self._report_failures(groups)
-        self._run.log(self.updates, {"reward/eval": mean})
-        self._progress.update(self.updates, {"reward/eval": mean})
+        metrics = {"reward/eval": mean, **self._interval("reward/eval", groups)}
+        self._run.log(self.updates, metrics)
+        self._progress.update(self.updates, metrics)
         self.rewards.append(mean)
         return self.updates > 0 and mean >= max(self.rewards[1:])
 
@@ -169,9 +175,10 @@ class _Session:
         self._progress.phase("collect", collect.groups_per_update * collect.group_size)
         groups = await self._take()
         enough = time.monotonic()
-        self._progress.phase("update", 0)
+        self._progress.phase("rest", 0)
         await self._rest()
         at_rest = time.monotonic()
+        self._progress.phase("update", 0)
         update = build_update(
             [Group(group.group_id, group.rollouts) for group in groups],
             self._config.algorithm,
@@ -181,6 +188,7 @@ class _Session:
         sampled_by = staleness_metrics(update.rows, self._backend.version)
         self._warn_without_tokens(groups)
         metrics = await self._train(update)
+        self._progress.phase("publish", 0)
         await self._gateway(register_endpoints(self._backend.endpoints()))
         await self._gateway(resume())
         outcomes = self._outcomes(groups)
@@ -191,6 +199,7 @@ class _Session:
         metrics = {
             "reward/train": statistics.fmean(outcomes),
             "reward/train_std": statistics.pstdev(outcomes),
+            **self._interval("reward/train", groups),
             "policy/version": float(self._backend.version),
             "staleness/mean": statistics.fmean(staleness),
             "staleness/max": float(max(staleness)),
@@ -213,6 +222,7 @@ class _Session:
             self._backend.save(folder)
             (folder / STATE).write_text(json.dumps(self.state()))
 
+        self._progress.phase("checkpoint", 0)
         try:
             self._run.save_checkpoint(self.updates, save, best)
         except OSError as error:
@@ -301,6 +311,14 @@ class _Session:
     def _outcomes(self, groups: Sequence[CollectedGroup]) -> list[float]:
         failed = self._config.algorithm.failure_reward
         return [r.outcome(failed) for g in groups for r in g.rollouts if r.failure_kind != "infra"] or [failed]
+
+    def _interval(self, name: str, groups: Sequence[CollectedGroup]) -> dict[str, float]:
+        """Half the width of the mean reward's 95 % confidence interval over tasks; nothing for a single one.
+
+        A group's rollouts share their task, so its mean counts once.
+        """
+        means = [statistics.fmean(self._outcomes([group])) for group in groups]
+        return {f"{name}_ci95": NORMAL_95 * statistics.stdev(means) / len(means) ** 0.5} if len(means) > 1 else {}
 
     def _report_failures(self, groups: Sequence[CollectedGroup]) -> None:
         reasons = Counter(_reason(r) for g in groups for r in g.rollouts if r.failure_kind)

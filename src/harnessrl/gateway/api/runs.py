@@ -17,7 +17,10 @@ After = Annotated[int, Query(ge=0, le=2**62)]
 
 @router.get("", response_model=list[Run])
 async def list_runs(gateway: GatewayDep) -> Response:
-    return answer(await gateway.store.runs())
+    runs = await gateway.store.runs()
+    for run in runs:
+        run.heard_seconds_ago = gateway.silence("trainer", run.run_id)
+    return answer(runs)
 
 
 @router.post("/{run_id}/records", status_code=204)

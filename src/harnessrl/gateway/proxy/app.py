@@ -61,6 +61,10 @@ class ProxyApp:
         """The attempts with calls under way, as ROLLOUT/ATTEMPT."""
         return self._attempts.busy()
 
+    async def alive(self, endpoint: str) -> bool:
+        """Whether an engine answers its probe."""
+        return await self._engines.alive(endpoint)
+
     async def endpoints_changed(self) -> None:
         """The registered engines are others now; returns when calls go by the new list."""
         self._routing.endpoints = await self._store.endpoints()

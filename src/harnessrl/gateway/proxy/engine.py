@@ -210,7 +210,7 @@ class Engines:
         while True:
             await asyncio.sleep(self._health_seconds)
             watched = [url for url in {*self._dead, *self._busy} if url in self._dead or self._busy.get(url)]
-            for url, alive in zip(watched, await asyncio.gather(*map(self._alive, watched)), strict=True):
+            for url, alive in zip(watched, await asyncio.gather(*map(self.alive, watched)), strict=True):
                 silent[url] = 0 if alive else silent.get(url, 0) + 1
                 if alive:
                     self._dead.discard(url)
@@ -219,7 +219,8 @@ class Engines:
                     for end in list(self._busy.get(url, ())):
                         end()
 
-    async def _alive(self, url: str) -> bool:
+    async def alive(self, url: str) -> bool:
+        """Whether the engine at `url` answers, within its probe's time."""
         try:
             await self._get(url.rstrip("/") + ("/models" if url.rstrip("/").endswith("/v1") else "/health"))
         except EngineFailed:

@@ -224,6 +224,10 @@ class Store(Protocol):
 
     async def size_bytes(self) -> int: ...
 
+    def backlog(self) -> int:
+        """Writes that wait for their commit."""
+        ...
+
     def changes(self, after: int | None) -> AsyncIterator[tuple[int, str, State]]:
         """(cursor, rollout id, state) of each state change, from `after` on, then live."""
         ...

@@ -21,7 +21,11 @@ _SORTS = {
     "sampled": "s.sampled",
     "version": "s.version_max",
 }
-_GROUP_SORTS = {"created": "min(r.created_at)", "reward": "avg(s.reward)", "spread": "max(s.reward) - min(s.reward)"}
+_GROUP_SORTS = {
+    "created": "min(r.created_at)",
+    "reward": "avg(s.reward)",
+    "spread": "max(s.reward) - min(s.reward)",
+}
 _COLUMNS = (
     "rollout_id, group_id, is_train, state, failure_kind, error_message, created_at, updated_at, held_seconds, "
     "last_attempt_id, input, reward, calls, sampled, agents, dialects, version_min, version_max"
@@ -39,7 +43,7 @@ class Filter(BaseModel):
     run: str | None = None
     """A run's id: rollouts of its groups."""
     group: str | None = None
-    state: State | None = None
+    state: State | Literal["unfinished"] | None = None
     is_train: bool | None = None
     task: str | None = None
     """Text that the task, as JSON, or the rollout's id contains, in any case."""
@@ -106,13 +110,16 @@ def facets(db: sqlite3.Connection, run: str | None) -> Json:
 
     def counted(what: str, also: str = "1") -> list[Any]:
         rows = db.execute(
-            f"SELECT {what}, count(*) AS n {_FROM} WHERE {where} AND {also} GROUP BY {what} ORDER BY n DESC LIMIT ?",
+            f"SELECT {what}, count(*) AS n {_FROM} WHERE {where} AND {also} "
+            f"GROUP BY {what} ORDER BY n DESC LIMIT ?",
             (*values, _MOST_FACETS),
         )
         return [list(row) for row in rows]
 
     def names(column: str) -> list[str]:
-        return sorted({name for joined, _ in counted(column, f"{column} IS NOT NULL") for name in joined.split(",")})
+        return sorted(
+            {name for joined, _ in counted(column, f"{column} IS NOT NULL") for name in joined.split(",")}
+        )
 
     low, high = db.execute(f"SELECT min(version_min), max(version_max) {_FROM} WHERE {where}", values).fetchone()
     return {
@@ -151,7 +158,10 @@ def _where(wanted: Filter) -> tuple[str, list[Any]]:
     # '.' follows '-' in order, so this range is the ids that begin with `run-`.
     also(wanted.run, "r.group_id >= ? AND r.group_id < ?", f"{wanted.run}-", f"{wanted.run}.")
     also(wanted.group, "r.group_id = ?")
-    also(wanted.state, "r.state = ?")
+    if wanted.state == "unfinished":
+        also("running", "r.state IN ('queuing', ?)")
+    else:
+        also(wanted.state, "r.state = ?")
     also(wanted.is_train, "r.is_train = ?")
     also(wanted.reward_min, "s.reward >= ?")
     also(wanted.reward_max, "s.reward <= ?")

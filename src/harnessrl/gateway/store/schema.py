@@ -114,7 +114,8 @@ facts AS (
 SELECT rollout,
   coalesce(
     (SELECT value FROM rewards w WHERE w.rollout = ended.rollout AND call IS NULL ORDER BY id DESC LIMIT 1),
-    (SELECT sum(value) FROM rewards w WHERE w.rollout = ended.rollout)
+    (SELECT sum(value) FROM rewards w WHERE w.rollout = ended.rollout
+      AND id = (SELECT max(id) FROM rewards o WHERE o.rollout = w.rollout AND o.call = w.call))
   ),
   count(sampled), coalesce(sum(sampled), 0), group_concat(DISTINCT agent), group_concat(DISTINCT dialect),
   min(low), max(high)

@@ -11,8 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import orjson
 
-from harnessrl.gateway.store import browse
-from harnessrl.gateway.store import Access, CallRecord, Conflict, NotFound
+from harnessrl.gateway.store import Access, CallRecord, Conflict, NotFound, browse
 from harnessrl.gateway.store.calls import CallWriter, Chain, call_of, read_calls, record_of, whole_request
 from harnessrl.gateway.store.database import Database
 from harnessrl.gateway.store.judge import Evidence, judge
@@ -684,7 +683,9 @@ def _summarize(db: sqlite3.Connection, rollout_id: str) -> None:
 
 def _run(db: sqlite3.Connection, run_id: str) -> Run:
     first, last = (
-        db.execute(f"SELECT at FROM run_records WHERE run_id = ? ORDER BY id {way} LIMIT 1", (run_id,)).fetchone()[0]
+        db.execute(f"SELECT at FROM run_records WHERE run_id = ? ORDER BY id {way} LIMIT 1", (run_id,)).fetchone()[
+            0
+        ]
         for way in ("ASC", "DESC")
     )
     newest = dict(
