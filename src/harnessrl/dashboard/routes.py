@@ -41,7 +41,7 @@ _HEADERS = {
 
 @cache
 def _files() -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in files(__package__).joinpath("static").iterdir()}
+    return {file.name: file.read_bytes() for file in files("harnessrl.dashboard").joinpath("static").iterdir()}
 
 
 @router.get("/", include_in_schema=False)

@@ -181,7 +181,7 @@ def _items(db: sqlite3.Connection, ids: list[int]) -> Iterator[Json]:
     names = _COLUMNS.split(", ")
     for rollout in ids:
         row = db.execute(f"SELECT {_COLUMNS}, {_LIVE_CALLS} {_FROM} WHERE r.id = ?", (rollout,)).fetchone()
-        item = dict(zip(names, row, strict=False))
+        item: Json = dict(zip(names, row, strict=False))
         item["input"] = orjson.Fragment(item["input"])
         item["is_train"] = bool(item["is_train"])
         item["calls"] = row[-1] if item["calls"] is None else item["calls"]
