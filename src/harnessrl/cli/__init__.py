@@ -12,6 +12,7 @@ COMMANDS = (
     "config",
     "controller",
     "diff",
+    "doctor",
     "engine",
     "eval",
     "export",

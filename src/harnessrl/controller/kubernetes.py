@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from io import BytesIO
+from pathlib import Path
 from typing import Any, TypeVar
 
 import aiohttp
@@ -123,6 +124,59 @@ class KubernetesAttempt:
         return {"text": shortened(BytesIO(self._log.encode()), limit), "job": self.job}
 
 
+RIGHTS = {
+    ("batch", "jobs", ""): ("create", "get", "list", "watch", "delete"),
+    ("", "pods", ""): ("list", "watch"),
+    ("", "pods", "log"): ("get",),
+    ("", "secrets", ""): ("create",),
+}
+"""What a controller does in its namespace: API group, resource and subresource, with the verbs."""
+
+
+async def _connect(kubeconfig: str | None) -> client.ApiClient:
+    settings = client.Configuration()
+    if kubeconfig or not os.environ.get("KUBERNETES_SERVICE_HOST"):
+        await config.load_kube_config(kubeconfig, client_configuration=settings)
+    else:
+        config.load_incluster_config(client_configuration=settings)
+    return client.ApiClient(settings)
+
+
+def current_namespace(kubeconfig: str | None = None) -> str:
+    """The kubeconfig's, or `default`; ValueError if there is no kubeconfig."""
+    if not kubeconfig and os.environ.get("KUBERNETES_SERVICE_HOST"):
+        return Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace").read_text()
+    try:
+        _, active = config.list_kube_config_contexts(kubeconfig)
+    except config.ConfigException as error:
+        raise ValueError(f"no Kubernetes cluster is configured ({_brief(error)}): set KUBECONFIG") from None
+    return (active or {}).get("context", {}).get("namespace") or "default"
+
+
+async def missing_rights(namespace: str, kubeconfig: str | None = None) -> list[str]:
+    """Which of `RIGHTS` the cluster denies us, such as `create secrets`; ValueError if it can't be asked."""
+    missing = []
+    try:
+        async with await _connect(kubeconfig) as api:
+            authorization = client.AuthorizationV1Api(api)
+            for (group, resource, subresource), verbs in RIGHTS.items():
+                for verb in verbs:
+                    asked = {"namespace": namespace, "verb": verb, "group": group}
+                    asked |= {"resource": resource, "subresource": subresource}
+                    review: Any = {"spec": {"resourceAttributes": asked}}
+                    answer = await authorization.create_self_subject_access_review(review, _request_timeout=10)
+                    if not answer.status.allowed:
+                        missing.append(f"{verb} {resource}{'/' if subresource else ''}{subresource}")
+    except (*_LOST, config.ConfigException, client.ApiException) as error:
+        raise ValueError(f"no Kubernetes cluster answers ({_brief(error)}): see `kubectl config view`") from None
+    return missing
+
+
+def _brief(error: BaseException) -> str:
+    said = _message(error) if isinstance(error, client.ApiException) else str(error)
+    return " ".join(said.split()) or type(error).__name__
+
+
 class KubernetesRunner:
     """Use as an asynchronous context manager."""
 
@@ -138,12 +192,7 @@ class KubernetesRunner:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> "KubernetesRunner":
-        settings = client.Configuration()
-        if self.options.kubeconfig or not os.environ.get("KUBERNETES_SERVICE_HOST"):
-            await config.load_kube_config(self.options.kubeconfig, client_configuration=settings)
-        else:
-            config.load_incluster_config(client_configuration=settings)
-        self._api = client.ApiClient(settings)
+        self._api = await _connect(self.options.kubeconfig)
         self._batch, self._core = client.BatchV1Api(self._api), client.CoreV1Api(self._api)
         return self
 
