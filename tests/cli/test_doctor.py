@@ -76,7 +76,7 @@ def test_disk_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_estimate_of_memory_counts_what_is_configured() -> None:
-    from harnessrl.cli.doctor.sizes import sizes
+    from harnessrl.trainer.sizes import sizes
 
     plain, kl = sizes(config()), sizes(config("algorithm.kl_coef=0.1"))
     lora = sizes(config("model.lora_rank=4", "algorithm.kl_coef=0.1", "model.dtype=bfloat16"))

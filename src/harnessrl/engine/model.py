@@ -63,6 +63,16 @@ def resolve(path: str | Path) -> Path:
         ) from error
 
 
+def local_folder(path: str) -> Path | None:
+    """The folder of a model that is on this machine; None if it would have to be downloaded, or is nowhere."""
+    try:
+        if path.startswith(PACKAGE) or Path(path).expanduser().is_dir():
+            return resolve(path)
+        return Path(snapshot_download(path, local_files_only=True))
+    except (ValueError, LocalEntryNotFoundError):
+        return None
+
+
 def _from_package(package: str) -> Path:
     """Convert the package's GGUF once, to safetensors and a tokenizer in the cache."""
     try:

@@ -7,12 +7,10 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import asdict
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from harnessrl.cli.doctor.sizes import sizes
 from harnessrl.config import Config
 
 GB = 1e9
@@ -69,26 +67,20 @@ def requirements(extras: list[str]) -> Iterator[Requirement]:
             yield one
 
 
-def gpus(config: Config) -> str | None:
-    if find_spec("torch") is None:
-        return None
-    import torch
+def gpus(config: Config) -> str:
+    from harnessrl.engine import devices
 
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if not count and config.model.device.startswith("cuda"):
+    found, wanted, built = devices.gpus(), wanted_gpus(config), devices.cuda_version() or "none"
+    if not found and config.model.device.startswith("cuda"):
         raise ValueError(
-            f"model.device is {config.model.device}, but torch {torch.__version__} finds no GPU: see nvidia-smi, "
-            "or install torch with CUDA"
+            f"model.device is {config.model.device}, but torch (built for CUDA {built}) finds no GPU: see "
+            "nvidia-smi, or install torch with CUDA"
         )
-    wanted = wanted_gpus(config)
-    if count and wanted > count:
-        raise ValueError(
-            f"verl wants {wanted} GPUs on this node, there are {count}: set verl.trainer.n_gpus_per_node"
-        )
-    if not count:
+    if found and wanted > len(found):
+        raise ValueError(f"verl wants {wanted} GPUs here, there are {len(found)}: set verl.trainer.n_gpus_per_node")
+    if not found:
         return "none: everything runs on the CPU"
-    names = {torch.cuda.get_device_name(number) for number in range(count)}
-    return f"{count} × {', '.join(sorted(names))}, CUDA {torch.version.cuda}"
+    return f"{len(found)} × {', '.join(sorted(set(found)))}, CUDA {built}"
 
 
 def wanted_gpus(config: Config) -> int:
@@ -101,21 +93,21 @@ def wanted_gpus(config: Config) -> int:
 
 def nccl(config: Config) -> str | None:
     """Where several GPUs work together."""
-    if find_spec("torch") is None or wanted_gpus(config) < 2:
+    if wanted_gpus(config) < 2:
         return None
-    import torch
-    from torch.cuda import nccl as library
+    from harnessrl.engine import devices
 
-    if not torch.cuda.is_available():
+    if not devices.gpus():
         return None
-    if not torch.distributed.is_nccl_available():
+    if (version := devices.nccl_version()) is None:
         raise ValueError("this torch has no NCCL: install a build with CUDA")
-    apart = [n for n in range(1, torch.cuda.device_count()) if not torch.cuda.can_device_access_peer(0, n)]
-    slow = f"; GPUs {apart} reach GPU 0 through the host only" if apart else ""
-    return ".".join(map(str, library.version())) + slow
+    apart = devices.without_peer()
+    return version + (f"; GPUs {apart} reach GPU 0 through the host only" if apart else "")
 
 
 def disk(config: Config) -> str:
+    from harnessrl.trainer.sizes import sizes
+
     folder = Path(config.runs_dir).absolute()
     while not folder.exists():
         folder = folder.parent
@@ -133,15 +125,17 @@ def disk(config: Config) -> str:
 
 
 def memory(config: Config) -> str | None:
+    from harnessrl.engine import devices
+    from harnessrl.trainer.sizes import sizes
+
     known = sizes(config)
     if known is None:
         return None
     import psutil
-    import torch
 
     room, where = float(psutil.virtual_memory().available), "memory"
-    if torch.cuda.is_available() and config.model.device != "cpu":
-        room, where = float(torch.cuda.mem_get_info()[0]), "GPU memory"
+    if devices.gpus() and config.model.device != "cpu":
+        room, where = float(devices.free_bytes()), "GPU memory"
     shards = wanted_gpus(config)
     needed = (known.weights + known.gradients + known.optimizer + known.reference) / shards
     needed += known.cache + known.activations

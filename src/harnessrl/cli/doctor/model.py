@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from harnessrl.cli.doctor.sizes import local_folder
 from harnessrl.config import Config
 from harnessrl.schemas import Json
 
@@ -64,7 +63,7 @@ def agent(config: Config) -> str | None:
 
 def files(config: Config) -> str | None:
     """Of a model that is here: all of its weights and its tokenizer."""
-    from harnessrl.engine.model import PACKAGE, resolve
+    from harnessrl.engine.model import PACKAGE, local_folder, resolve
 
     path = config.model.path
     folder = local_folder(path)
@@ -88,7 +87,7 @@ def hugging_face(config: Config) -> str | None:
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    from harnessrl.engine.model import PACKAGE
+    from harnessrl.engine.model import PACKAGE, local_folder
 
     path = config.model.path
     if path.startswith((PACKAGE, ".", "/", "~")) or local_folder(path):
@@ -153,6 +152,7 @@ def tool_calls(config: Config) -> str | None:
 
 
 def _chat(config: Config) -> "Chat | None":
+    from harnessrl.engine.model import local_folder
     from harnessrl.gateway.chat.renderer import load_chat
 
     folder = local_folder(config.model.path)

@@ -102,9 +102,9 @@ def engine(config: Config) -> str | None:
     """Engines that are registered, or that the configuration names."""
     settings = config.engine.model_dump()
     urls = [settings["url"]] if settings.get("url") else []
-    command = settings.get("command")
-    if settings.get("kind") == "vllm" and not urls and not shutil.which(command[0]):
-        raise ValueError(f"engine.command: there is no program {command[0]}: install vLLM, or give its path")
+    program = (settings.get("command") or ["vllm"])[0]
+    if settings.get("kind") == "vllm" and not urls and not shutil.which(program):
+        raise ValueError(f"engine.command: there is no program {program}: install vLLM, or give its path")
     if config.gateway.url:
         urls += [endpoint.endpoint.removesuffix("/v1") for endpoint in _ask(config, list_endpoints())]
     if not urls:

@@ -1,12 +1,14 @@
 """How many bytes a run needs, estimated from the model's configuration: no weights are read."""
 
 from dataclasses import dataclass
-from importlib.util import find_spec
-from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from harnessrl.config import Config
+from harnessrl.engine.model import local_folder
 
-__all__ = ["Sizes", "local_folder", "sizes"]
+__all__ = ["Sizes", "sizes"]
 
 
 @dataclass(frozen=True)
@@ -26,12 +28,7 @@ class Sizes:
 
 
 def sizes(config: Config) -> Sizes | None:
-    """None where the model's files are not here, or torch isn't."""
-    if find_spec("torch") is None:
-        return None
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
+    """None where the model's files are not here."""
     if (folder := local_folder(config.model.path)) is None:
         return None
     known = AutoConfig.from_pretrained(folder)
@@ -59,18 +56,3 @@ def sizes(config: Config) -> Sizes | None:
         cache=2 * layers * heads * head * each * config.engine.max_batch * config.engine.max_len,
         activations=tokens * (layers * per_layer * each + 3 * text.vocab_size * 4),
     )
-
-
-def local_folder(path: str) -> Path | None:
-    """Of a model that is on this machine; nothing is downloaded."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    from harnessrl.engine.model import PACKAGE, resolve
-
-    try:
-        if path.startswith(PACKAGE) or Path(path).expanduser().is_dir():
-            return resolve(path)
-        return Path(snapshot_download(path, local_files_only=True))
-    except (ValueError, HFValidationError, LocalEntryNotFoundError):
-        return None
