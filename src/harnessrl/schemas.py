@@ -43,7 +43,9 @@ class Wire(BaseModel):
 class LocalRun(Wire):
     """How the local runner starts an agent: a `command`, or v1.0's `agent_class`."""
 
-    extensions = frozenset({"command", "cwd", "copy_cwd", "env", "preload", "setup", "evaluate"})
+    extensions = frozenset(
+        {"command", "cwd", "copy_cwd", "env", "preload", "setup", "evaluate", "memory_mb", "cpu_seconds"}
+    )
 
     agent_class: str | None = None
     """`pkg.mod:Class` (or `pkg.mod.Class`); its `run()`, sync or async, is called."""
@@ -64,6 +66,10 @@ class LocalRun(Wire):
     """Run to completion before the agent starts; a failure is infrastructure's."""
     evaluate: list[str] | None = None
     """Run after the agent ended, with a key that may reward."""
+    memory_mb: Annotated[int, Field(ge=16)] | None = None
+    """Most memory of a process of the rollout (its data segment: beyond that, allocations fail)."""
+    cpu_seconds: Annotated[int, Field(ge=1)] | None = None
+    """Most CPU time of a process of the rollout; one that needs more is killed, as at a time-out."""
 
 
 class KubernetesRun(Wire):

@@ -41,6 +41,12 @@ class Raiser:
         raise RuntimeError("broken on purpose")
 
 
+class Spinner:
+    def run(self) -> None:
+        while True:
+            pass
+
+
 class Aborter:
     def run(self) -> None:
         os.abort()

@@ -80,6 +80,7 @@ def test_the_agent_cannot_reward_where_an_evaluator_does(gateway: Gateway) -> No
     assert gateway.ended(rollout).status.state == "failed"
 
 
+DEAF = "import signal; signal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass"
 FAILURES = {
     "exit code": (LocalRun(command=["sh", "-c", "exit 3"]), "exited with code 3", "infra"),
     "exception": (LocalRun(agent_class="harness_agents:Raiser"), "exited with code 1", "infra"),
@@ -90,6 +91,9 @@ FAILURES = {
     "nothing to run": (LocalRun(), "needs a `command`", "infra"),
     "template": (LocalRun(command=["echo", "{{ input.nothing }}"]), "nothing", "infra"),
     "setup": (LocalRun(command=["true"], setup=["false"]), "the setup command exited with code 1", "infra"),
+    "CPU time": (LocalRun(command=["sh", "-c", "while :; do :; done"], cpu_seconds=1), "used up", "agent"),
+    "CPU time, deaf": (LocalRun(command=[sys.executable, "-c", DEAF], cpu_seconds=1), "used up", "agent"),
+    "CPU time, forked": (LocalRun(agent_class="harness_agents:Spinner", cpu_seconds=1), "used up", "agent"),
     "no call": (LocalRun(agent_class="harness_agents:Silent"), "never called the model", "infra"),
 }
 

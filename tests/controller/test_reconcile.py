@@ -69,7 +69,7 @@ def test_agents_of_a_killed_controller_are_adopted(gateway: Gateway, start: Star
     until(lambda: len(alive(mark)) == 1)  # a forked agent's environment is not seen in /proc
     for rollout in (going, ending, late):
         gateway.running(rollout)
-    until(lambda: len(list(tmp_path.glob("w/attempts/*/stage.json"))) == 3)
+    until(lambda: sum('"stage"' in p.read_text() for p in tmp_path.glob("w/attempts/*/state.jsonl")) == 3)
     controller.kill()
     time.sleep(1.2)
     assert gateway.rollout(ending.rollout_id).status.state == "running"
@@ -90,7 +90,7 @@ def test_what_was_claimed_but_not_started_is_started(gateway: Gateway, start: St
     for child in children:
         os.kill(int(child), signal.SIGSTOP)
     (claimed,) = gateway.post(LocalRun(agent_class="harness_agents:Rewarder"))
-    until(lambda: list(tmp_path.glob("w/attempts/*/attempt.json")))
+    until(lambda: list(tmp_path.glob("w/attempts/*/spec.json")))
     controller.kill()
     for child in children:
         os.kill(int(child), signal.SIGKILL)
@@ -188,10 +188,11 @@ def test_waiting_for_an_update_is_not_counted(gateway: Gateway, start: Start) ->
 
 def test_memory_is_limited(gateway: Gateway, start: Start) -> None:
     start("--memory-mb", "100")
-    hungry = "import time; time.sleep(0.2); bytearray(300 << 20)"
-    (rollout,) = gateway.post(LocalRun(command=[sys.executable, "-c", hungry]))
-    assert "exited with code 1" in (gateway.ended(rollout).status.error_message or "")
-    assert "MemoryError" in gateway.ask(get_events(rollout.rollout_id, "log"))[0].data["text"]
+    hungry = [sys.executable, "-c", "import time; time.sleep(0.2); bytearray(300 << 20)"]
+    (rollout,) = gateway.post(LocalRun(command=hungry))
+    (larger,) = gateway.post(LocalRun(command=hungry, memory_mb=1000))
+    assert gateway.ended(rollout).status.error_message == "local subprocess exited with code 1: MemoryError"
+    assert "never called" in (gateway.ended(larger).status.error_message or "")
 
 
 def test_an_import_that_hangs_does_not_hang_the_controller(

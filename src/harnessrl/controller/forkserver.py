@@ -8,37 +8,28 @@ The modules named are imported at once. With LEARN 1, also the libraries that th
 imports. Only the libraries: the user's own code is imported afresh in each attempt, so that code which reads
 the environment, opens connections or is edited meanwhile acts as in a new interpreter.
 
-Single-threaded, so that forking is safe. Standard library only, Python 3.9 or later.
+Single-threaded, so that forking is safe. Standard library only, Python 3.9 or later. What is imported here, even
+from the standard library, makes each fork dearer: what only some need is imported where it is needed.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import gc
-import importlib
-import inspect
 import json
 import os
-import random
 import resource
 import select
 import signal
-import socket
 import sys
-import sysconfig
-import threading
-import traceback
-import types
 from typing import Any, NoReturn
 
-sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 from harnessrl.controller import keeper  # noqa: E402
 
-sys.path[0] = os.getcwd()
-
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-
+del sys.path[0]
+if not sys.flags.isolated:
+    sys.path[0] = os.getcwd()
 
 _LEARN_SECONDS = 30
 
@@ -70,6 +61,8 @@ class AgentInterpreter:
             _finish(code)
 
     def _run_class(self, target: str) -> None:
+        import importlib
+
         sys.argv = [target]
         module, _, name = target.partition(":") if ":" in target else target.rpartition(".")
         try:
@@ -79,7 +72,9 @@ class AgentInterpreter:
                 with contextlib.suppress(BrokenPipeError), open(self.learn, "wb") as file:
                     file.write(json.dumps(_library_modules()).encode())
         result = agent().run()
-        if inspect.isawaitable(result):
+        if hasattr(result, "__await__"):
+            import asyncio
+
             asyncio.run(_await(result))
 
 
@@ -98,7 +93,7 @@ def _run_main(what: dict[str, Any]) -> None:
         return
     path = what["script"]
     sys.path[0] = os.path.dirname(os.path.abspath(path))
-    main = types.ModuleType("__main__")
+    main = type(sys)("__main__")
     main.__dict__.update(__file__=path, __builtins__=__builtins__)
     sys.modules["__main__"] = main
     with open(path, "rb") as file:
@@ -110,7 +105,7 @@ def _reseed() -> None:
     """Forked agents must not draw the same numbers; `random` does so by itself."""
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        numpy.random.seed(random.SystemRandom().getrandbits(32))
+        numpy.random.seed(int.from_bytes(os.urandom(4), "little"))
 
 
 def _exit_code(stop: SystemExit) -> int:
@@ -125,6 +120,7 @@ def _exit_code(stop: SystemExit) -> int:
 def _finish(code: int) -> NoReturn:
     """End as an interpreter does (threads joined, exit functions, flush), without tearing modules down."""
     import atexit
+    import threading
 
     try:
         threading._shutdown()  # type: ignore[attr-defined]
@@ -137,30 +133,36 @@ def _finish(code: int) -> NoReturn:
 
 def _library_modules() -> list[str]:
     """Names of the loaded modules that come with Python or from site-packages, in the order of import."""
+    import sysconfig
+
+    libraries = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
     def is_library(module: Any) -> bool:
         file = getattr(module, "__file__", None)
-        return file is None or file.startswith(_LIBRARIES)
+        return file is None or file.startswith(libraries)
 
     return [name for name, module in list(sys.modules.items()) if name != "__main__" and is_library(module)]
 
 
 def _preload(modules: list[str]) -> None:
+    import importlib
+
     for name in modules:
         # What cannot be imported here fails, or not, in the agent itself, where its owner sees why.
         with contextlib.suppress(Exception):
             importlib.import_module(name)
     gc.collect()
     gc.freeze()
+    _refuse_threads()
 
 
 class ForkServer:
-    def __init__(self, sock: socket.socket, learn: bool):
-        self.sock, self.learn = sock, learn
+    def __init__(self, sock: int, learn: bool, environment: dict[str, str]):
+        self.sock, self.learn, self.environment = sock, learn, environment
 
     def serve(self) -> None:
-        while folder := self.sock.recv(65536).decode():
-            self.sock.send(f"{folder}\0{self._fork(folder)}".encode())
+        while folder := os.read(self.sock, 65536).decode():
+            os.write(self.sock, f"{folder}\0{self._fork(folder)}".encode())
 
     def _fork(self, folder: str) -> str:
         pipe = os.pipe() if self.learn else None
@@ -178,13 +180,15 @@ class ForkServer:
     def _become_keeper(self, folder: str, pipe: tuple[int, int] | None) -> NoReturn:
         code = 1
         try:
-            self.sock.close()
+            os.close(self.sock)
             if pipe:
                 os.close(pipe[0])
             learn = pipe[1] if pipe else None
-            keeper.keep(folder, AgentInterpreter(learn).run, learn)
+            keeper.keep(folder, self.environment, AgentInterpreter(learn).run, learn)
             code = 0
         except BaseException:
+            import traceback
+
             traceback.print_exc()
         finally:
             os._exit(code)
@@ -197,11 +201,12 @@ class ForkServer:
             names = file.read() if ready else b""
         if names:
             _preload(json.loads(names))
-            _refuse_threads()
 
 
 def _refuse_threads() -> None:
     """A process with threads must not fork: start again without the modules that started them."""
+    import threading
+
     if threading.active_count() > 1:
         print(f"importing started threads ({threading.enumerate()}): agents import for themselves", file=sys.stderr)
         os.execv(sys.executable, [sys.executable, *sys.argv[:3], "0"])
@@ -217,9 +222,12 @@ def main() -> None:
     fd, nofile, learn, modules = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "1", sys.argv[4:]
     signal.signal(signal.SIGCHLD, _reap)
     resource.setrlimit(resource.RLIMIT_NOFILE, (nofile, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-    _preload(modules)
-    _refuse_threads()
-    ForkServer(socket.socket(fileno=fd), learn).serve()
+    environment = dict(os.environ)
+    if modules:
+        _preload(modules)
+    else:
+        gc.freeze()
+    ForkServer(fd, learn, environment).serve()
 
 
 if __name__ == "__main__":

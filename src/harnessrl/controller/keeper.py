@@ -1,10 +1,12 @@
 """One keeper per attempt: the small process that starts the agent, keeps its log and ends all that it started.
 
-Invariant: when a keeper has exited, none of its descendants is alive and `exit.json` tells how the attempt
-ended. It depends on nobody: if the controller and the fork server die, the keeper stays, so that a successor
-can adopt it; if no controller gives a sign of life for `orphan_seconds`, it stops the agent by itself.
+Invariant: when a keeper has exited, none of its descendants is alive and the last line of its `state.jsonl`
+tells how the attempt ended. It depends on nobody: if the controller and the fork server die, the keeper stays, so
+that a successor can adopt it; if no controller gives a sign of life for `orphan_seconds`, it stops the agent by
+itself.
 
-Standard library only, Python 3.9 or later: it runs in the agent's own interpreter. Linux (subreaper, /proc).
+Standard library only, Python 3.9 or later: it runs in the agent's own interpreter. Linux (subreaper, /proc). What
+it does is paid for by every attempt: each page it touches is copied, each file it makes costs as much as `true`.
 """
 
 from __future__ import annotations
@@ -15,9 +17,7 @@ import json
 import os
 import select
 import signal
-import subprocess
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -26,25 +26,19 @@ PR_SET_CHILD_SUBREAPER = 36
 _prctl = ctypes.CDLL(None).prctl
 
 Spec = dict[str, Any]
-"""`stages` (each `name`, `env`, `cwd` and `argv` or `python`), `env`, `log`, `log_bytes`, `grace_seconds`,
-`heartbeat`, `orphan_seconds`, `memory_mb`; written by `harnessrl.controller.local`."""
+"""`attempt` (whose it is, for the controller), `stages` (each `name`, `env`, `cwd` and `argv` or `python`), `env`
+(beyond the fork server's own), `log`, `log_bytes`, `grace_seconds`, `heartbeat`, `orphan_seconds`, `memory_mb`,
+`cpu_seconds`; written by `harnessrl.controller.local`."""
 
 
 def start_time(pid: int) -> int | None:
     """Clock ticks between boot and the start of `pid`; None if there is no such process (or a zombie)."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            fields = file.read().rsplit(")", 1)[1].split()
+        with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
+            fields = file.read().rsplit(b")", 1)[1].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    return None if fields[0] == "Z" else int(fields[19])
-
-
-def write_json(path: str, value: Any) -> None:
-    """All or nothing: readers see the old file or the new one."""
-    with open(path + ".new", "w") as file:
-        json.dump(value, file)
-    os.replace(path + ".new", path)
+    return None if fields[0] == b"Z" else int(fields[19])
 
 
 class BoundedLog:
@@ -102,16 +96,15 @@ def _descendants(pid: int) -> list[int]:
 
 
 def _oom_kills() -> int:
-    with contextlib.suppress(OSError), open("/proc/vmstat") as file:
-        for line in file:
-            if line.startswith("oom_kill "):
-                return int(line.split()[1])
+    with contextlib.suppress(OSError), open("/proc/vmstat", "rb", buffering=0) as file:
+        found = file.read().partition(b"\noom_kill ")[2]
+        return int(found.split(None, 1)[0]) if found else 0
     return 0
 
 
 class Keeper:
-    def __init__(self, folder: str, spec: Spec, run_python: Callable[[Any], None], agent_fd: int | None):
-        self.folder, self.spec, self.run_python, self.agent_fd = folder, spec, run_python, agent_fd
+    def __init__(self, state: int, spec: Spec, run_python: Callable[[Any], None], agent_fd: int | None):
+        self.state, self.spec, self.run_python, self.agent_fd = state, spec, run_python, agent_fd
         self.log = BoundedLog(spec["log"], spec["log_bytes"])
         self.stop: str | None = None
         self.grace: float = spec["grace_seconds"]
@@ -125,14 +118,17 @@ class Keeper:
         signal.signal(signal.SIGTERM, self._on_stop)
         signal.signal(signal.SIGINT, self._on_stop)
         pid = os.getpid()
-        write_json(f"{self.folder}/keeper.json", {"pid": pid, "start": start_time(pid)})
+        self._note({"attempt": self.spec["attempt"], "pid": pid, "start": start_time(pid)})
         end: dict[str, Any] = {}
         for stage in self.spec["stages"]:
             end = self._stage(stage)
             if end.get("code") != 0:
                 break
         self.log.close()
-        write_json(f"{self.folder}/exit.json", {**end, "log_bytes": self.log.size})
+        self._note({"end": end})
+
+    def _note(self, news: dict[str, Any]) -> None:
+        os.write(self.state, json.dumps(news).encode() + b"\n")
 
     def _on_stop(self, number: int, _: Any) -> None:
         """SIGTERM: with the grace period; SIGINT: at once."""
@@ -144,58 +140,66 @@ class Keeper:
         """Run one stage until it and all its descendants are gone; how its own process ended."""
         if self.stop:
             return {"stage": stage["name"], "stopped": self.stop}
-        write_json(f"{self.folder}/stage.json", {"name": stage["name"], "started_at": time.time()})
+        self._note({"stage": stage["name"], "started_at": time.time()})
         oom_before = _oom_kills()
         output, write_end = os.pipe2(os.O_CLOEXEC)
         try:
-            pid = self._start(stage, write_end)
+            os.chdir(stage["cwd"])
+            pid = self._start(stage, {**self.spec["env"], **stage["env"]}, write_end)
         except (OSError, ValueError) as error:
             os.close(output)
             return {"stage": stage["name"], "error": f"could not start the {stage['name']}: {error}"}
         finally:
             os.close(write_end)
-        status, stopped = self._keep(pid, output)
+        status, cpu_seconds, stopped = self._keep(pid, output)
         os.close(output)
         number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
         code = None if number else os.WEXITSTATUS(status)
-        killed = number == signal.SIGKILL or code == 128 + signal.SIGKILL  # itself, or a shell's child
+        by = number or (code or 0) - 128  # a shell tells of its child's signal like that
+        limit = self.spec["cpu_seconds"]
+        killed = by == signal.SIGKILL and not stopped
         return {
             "stage": stage["name"],
             "code": code,
             "signal": number,
-            "oom": killed and not stopped and _oom_kills() > oom_before,
+            "oom": killed and _oom_kills() > oom_before,
+            "cpu": bool(limit) and (by == signal.SIGXCPU or killed and cpu_seconds >= limit),
             "stopped": stopped,
         }
 
-    def _start(self, stage: dict[str, Any], output: int) -> int:
-        env = {**self.spec["env"], **stage["env"]}
+    def _start(self, stage: dict[str, Any], env: dict[str, str], output: int) -> int:
         if "argv" in stage:
-            process = subprocess.Popen(
+            os.environ["PATH"] = env.get("PATH", os.defpath)  # where `posix_spawnp` looks
+            pid = os.posix_spawnp(
+                stage["argv"][0],
                 stage["argv"],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                cwd=stage["cwd"],
-                env=env,
-                start_new_session=True,
+                env,
+                file_actions=[(os.POSIX_SPAWN_DUP2, output, 1), (os.POSIX_SPAWN_DUP2, output, 2)],
+                setsid=True,
+                setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],
             )
-            process.returncode = 0  # or its destructor would reap it before `_keep` does
-            pid = process.pid
-        else:
-            os.stat(stage["cwd"])
-            pid = os.fork()
-            if pid == 0:
-                self._become_agent(stage, env, output)
-            if self.agent_fd is not None:
-                os.close(self.agent_fd)
-                self.agent_fd = None
-        if self.spec["memory_mb"]:
-            import resource
-
-            limit = self.spec["memory_mb"] * 2**20
-            with contextlib.suppress(ProcessLookupError):
-                resource.prlimit(pid, resource.RLIMIT_DATA, (limit, limit))
+            self._limit(pid)
+            return pid
+        pid = os.fork()
+        if pid == 0:
+            self._become_agent(stage, env, output)
+        if self.agent_fd is not None:
+            os.close(self.agent_fd)
+            self.agent_fd = None
         return pid
+
+    def _limit(self, pid: int) -> None:
+        """Of each process; those that it starts inherit it."""
+        memory_mb, cpu_seconds = self.spec["memory_mb"], self.spec["cpu_seconds"]
+        if not memory_mb and not cpu_seconds:
+            return
+        import resource
+
+        with contextlib.suppress(ProcessLookupError):
+            if memory_mb:
+                resource.prlimit(pid, resource.RLIMIT_DATA, (memory_mb << 20, memory_mb << 20))
+            if cpu_seconds:  # SIGXCPU, then SIGKILL for those who ignore it
+                resource.prlimit(pid, resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1))
 
     def _become_agent(self, stage: dict[str, Any], env: dict[str, str], output: int) -> None:
         """In the forked child: look like a fresh interpreter, then run the agent; never returns."""
@@ -207,24 +211,26 @@ class Keeper:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             os.setsid()
             _prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            null = os.open(os.devnull, os.O_RDONLY)
-            for source, target in ((null, 0), (output, 1), (output, 2)):
-                os.dup2(source, target)
+            self._limit(os.getpid())
+            os.dup2(output, 1)
+            os.dup2(output, 2)
             os.close(output)
+            os.close(self.state)
             os.close(self.wake_read)
             os.close(self.wake_write)
             os.environ.clear()
             os.environ.update(env)
-            os.chdir(stage["cwd"])
             self.run_python(stage["python"])
             code = 0
         except BaseException:
+            import traceback
+
             traceback.print_exc()
         finally:
             os._exit(code)
 
-    def _keep(self, pid: int, output: int) -> tuple[int, str | None]:
-        """Pump the output, and wait until no child is left; the wait status of `pid`, and why it was stopped.
+    def _keep(self, pid: int, output: int) -> tuple[int, float, str | None]:
+        """Pump the output, and wait until no child is left; of `pid`: wait status, CPU time, why it was stopped.
 
         Orphaned descendants become children of this process (subreaper), so "no child" means all are gone.
         """
@@ -232,19 +238,21 @@ class Keeper:
         poll.register(self.wake_read, select.POLLIN)
         poll.register(output, select.POLLIN)
         status: int | None = None
+        cpu_seconds = 0.0
         stopped: str | None = None
         kill_at: float | None = None
         while True:
             with contextlib.suppress(BlockingIOError):
                 os.read(self.wake_read, 4096)
             try:
-                while (reaped := os.waitpid(-1, os.WNOHANG))[0]:
+                while (reaped := os.wait4(-1, os.WNOHANG))[0]:
                     if reaped[0] == pid:
                         status, stopped = reaped[1], self.stop
+                        cpu_seconds = reaped[2].ru_utime + reaped[2].ru_stime
             except ChildProcessError:
                 self._drain(output)
                 assert status is not None
-                return status, stopped
+                return status, cpu_seconds, stopped
             now = time.monotonic()
             if kill_at is None and (status is not None or self.stop):
                 self._signal_all(signal.SIGTERM)
@@ -288,10 +296,15 @@ class Keeper:
         return left
 
 
-def keep(folder: str, run_python: Callable[[Any], None], agent_fd: int | None) -> None:
-    """The life of one keeper, in a process of its own; `agent_fd` is for a forked agent, closed here after."""
-    os.rename(f"{folder}/spec.json", f"{folder}/taken.json")  # two cannot take up the same attempt
-    with open(f"{folder}/taken.json") as file:
-        spec = json.load(file)
-    os.unlink(f"{folder}/taken.json")
-    Keeper(folder, spec, run_python, agent_fd).run()
+def keep(folder: str, environment: dict[str, str], run_python: Callable[[Any], None], agent_fd: int | None) -> None:
+    """The life of one keeper, in a process of its own; `agent_fd` is for a forked agent, closed here after.
+
+    `spec.json` becomes `state.jsonl`: by its renaming two cannot take up the same attempt, by its emptying the
+    agent cannot read the evaluator's key in it, and no further file has to be made.
+    """
+    os.rename(f"{folder}/spec.json", f"{folder}/state.jsonl")
+    state = os.open(f"{folder}/state.jsonl", os.O_RDWR | os.O_APPEND)
+    spec = json.loads(os.read(state, os.fstat(state).st_size))
+    os.ftruncate(state, 0)
+    spec["env"] = {**environment, **spec["env"]}
+    Keeper(state, spec, run_python, agent_fd).run()

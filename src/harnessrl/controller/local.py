@@ -1,11 +1,11 @@
 """The local runner: each attempt is a process of this machine under a keeper of its own.
 
 Invariant: all that is known about an attempt is in its folder, so that this controller and a successor after a
-crash read its end in the same way. `attempt.json` is there from before the start until the gateway knows the
-end; `keeper.json`, `stage.json` and `exit.json` are the keeper's.
+crash read its end in the same way. `spec.json` is there from before the start; it becomes the keeper's
+`state.jsonl`, which stays until the gateway knows the end.
 
     WORKDIR/lock, name, heartbeat
-    WORKDIR/attempts/NAME/{attempt,spec,keeper,stage,exit}.json, work/    (work: the agent's fresh directory)
+    WORKDIR/attempts/NAME/{spec.json | state.jsonl}, work/    (work: the agent's fresh directory)
     WORKDIR/logs/NAME.log
 """
 
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 from harnessrl.controller.environment import StartError, mapped, model_environment, rendered
-from harnessrl.controller.keeper import start_time, write_json
+from harnessrl.controller.keeper import start_time
 from harnessrl.controller.reconcile import StopReason
 from harnessrl.controller.warm import WarmServers, Warmth
 from harnessrl.schemas import AttemptEnd, Claim, FailureKind, Json, LocalRun, Rollout
@@ -52,7 +52,7 @@ class LocalOptions:
     keep_failed: bool = False
     """Keep the folders of failed attempts."""
     memory_mb: int | None = None
-    """Limit of an agent process's data segment (RLIMIT_DATA)."""
+    """For rollouts that do not set their own."""
 
 
 class LocalAttempt:
@@ -71,12 +71,8 @@ class LocalAttempt:
 
     def deadline(self) -> float:
         """Epoch seconds. Set-up, agent and evaluation may take the timeout each; waiting for updates is free."""
-        stage = _read(self.folder / "stage.json")
-        return (
-            time.time() + self._timeout
-            if stage is None
-            else stage["started_at"] + self._timeout + self.held_seconds
-        )
+        begun = _state(self.folder).get("started_at")
+        return time.time() + self._timeout if begun is None else begun + self._timeout + self.held_seconds
 
     def stop(self, reason: StopReason, at_once: bool = False) -> None:
         self._stopped = self._stopped or reason
@@ -87,7 +83,7 @@ class LocalAttempt:
         """Until the agent and all its descendants are gone."""
         if self._keeper is not None:
             await _exited(self._keeper["pid"], self._keeper["start"])
-        end = _read(self.folder / "exit.json")
+        end = _state(self.folder).get("end")
         if end is None:
             self._kill_strays()
             message = "the agent's keeper was killed" if self._keeper else "the controller ended before the start"
@@ -109,7 +105,8 @@ class LocalAttempt:
     def forget(self, keep: bool) -> None:
         """Leave nothing (or, with `keep`, all but the mark of being unreported)."""
         if keep:
-            (self.folder / "attempt.json").unlink(missing_ok=True)
+            for name in _STATES:
+                (self.folder / name).unlink(missing_ok=True)
         else:
             _remove(self.folder)
 
@@ -170,8 +167,9 @@ class LocalRunner:
             }
             folder.mkdir(mode=0o700)
             (folder / "work").mkdir()
-            write_json(str(folder / "spec.json"), self._spec(stages, own, log))
-            write_json(str(folder / "attempt.json"), known)
+            new = folder / "spec.new"
+            new.write_text(json.dumps({"attempt": known, **self._spec(run, stages, own, log)}))
+            new.rename(folder / "spec.json")  # all or nothing, for a successor
             keeper = await self._fork(warmth, folder)
         except StartError:
             _remove(folder)
@@ -183,15 +181,16 @@ class LocalRunner:
 
     async def adopt(self) -> list[LocalAttempt]:
         """The attempts that an earlier controller with this `workdir` left, running or ended."""
-        folders = [path.parent for path in (self._workdir / "attempts").glob("*/attempt.json")]
-        if any(_read(folder / "keeper.json") is None for folder in folders):
+        folders = list((self._workdir / "attempts").iterdir())
+        if any("pid" not in _state(folder) for folder in folders):
             await asyncio.sleep(1)  # the fork server that lost its controller may be about to start one
-        return await asyncio.gather(*(self._adopt(folder) for folder in folders))
+        return await asyncio.gather(*(self._adopt(folder) for folder in folders if _state(folder)))
 
     async def _adopt(self, folder: Path) -> LocalAttempt:
-        known = json.loads((folder / "attempt.json").read_text())
-        keeper = _read(folder / "keeper.json")
-        if keeper is None and (folder / "spec.json").exists():  # nobody took it up
+        state = _state(folder)
+        known = state["attempt"]
+        keeper = {"pid": state["pid"], "start": state["start"]} if "pid" in state else None
+        if (folder / "spec.json").exists():  # nobody took it up
             python, preload, module = known["warmth"]
             with contextlib.suppress(StartError):
                 keeper = await self._fork(Warmth(python, tuple(preload), module), folder)
@@ -211,16 +210,17 @@ class LocalRunner:
         self._warm.close()
         self._lock.close()
 
-    def _spec(self, stages: list[dict[str, Any]], own: dict[str, str], log: Path) -> dict[str, Any]:
+    def _spec(self, run: LocalRun, stages: list[dict[str, Any]], own: dict[str, str], log: Path) -> dict[str, Any]:
         return {
             "stages": stages,
-            "env": {**self._warm.environment, **own},
+            "env": own,
             "log": str(log),
             "log_bytes": LOG_BYTES,
             "grace_seconds": self.options.grace_seconds,
             "heartbeat": str(self._workdir / "heartbeat"),
             "orphan_seconds": self.options.orphan_seconds,
-            "memory_mb": self.options.memory_mb,
+            "memory_mb": run.memory_mb or self.options.memory_mb,
+            "cpu_seconds": run.cpu_seconds,
         }
 
     def _plan(self, run: LocalRun, claim: Claim, folder: Path) -> tuple[Warmth, list[dict[str, Any]]]:
@@ -290,6 +290,9 @@ def _judged(end: dict[str, Any], log: Path) -> AttemptEnd:
     if end["stopped"]:
         why = "no controller gave a sign of life" if end["stopped"] == "orphaned" else "the controller was stopped"
         return AttemptEnd(ok=False, error_message=f"{who} was stopped: {why}", failure_kind="infra")
+    if end["cpu"]:
+        message = f"{who} used up its cpu_seconds"
+        return AttemptEnd(ok=False, error_message=message, failure_kind=kind or "agent")
     if end["oom"]:
         return AttemptEnd(ok=False, error_message=f"{who} was killed: out of memory", failure_kind=kind)
     if end["signal"]:
@@ -347,11 +350,16 @@ def shortened(file: BinaryIO, limit: int) -> str:
     return head.decode(errors="replace") + gap + file.read().decode(errors="replace")
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        return json.loads(path.read_text())
-    except FileNotFoundError:
-        return None
+_STATES = ("state.jsonl", "spec.json")
+
+
+def _state(folder: Path) -> dict[str, Any]:
+    """All that the keeper noted of its attempt, or the spec that it is to take up; empty if there is neither."""
+    for name in _STATES:
+        with contextlib.suppress(FileNotFoundError):
+            lines = (folder / name).read_text().splitlines()
+            return {key: value for line in lines for key, value in json.loads(line).items()}
+    return {}
 
 
 def _remove(folder: Path) -> None:
