@@ -160,12 +160,14 @@ class Chat:
         return Whole(content, reasoning, calls)
 
     def _text_after(self, reasoning: str, sampled: Sequence[int], prompt: np.ndarray) -> str:
-        """All text that follows the reasoning."""
+        """All text but the reasoning."""
         text = self.text(sampled)
         if self._markers and self._markers.reasoning:
             opening, closing = self._markers.reasoning
             if reasoning or self._in_reasoning(prompt) or text.lstrip().startswith(opening):
+                before = "" if self._in_reasoning(prompt) else text.partition(opening)[0]
                 _, closed, after = text.partition(closing)
+                after = before + after
                 starts = [at for opener, _ in self._markers.tools if (at := text.find(opener)) >= 0]
                 text = after if closed else text[min(starts, default=0) :]
         return text.strip()

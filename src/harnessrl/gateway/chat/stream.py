@@ -153,6 +153,11 @@ class StreamParser:
         return False
 
     def _in_content(self, delta: Delta) -> bool:
+        again = [at for marker in self._reasoning or () if (at := self._text.find(marker)) >= 0]
+        if again:  # families differ in what reasoning within the content is: the whole parse decides
+            self._offer(delta, "content", self._text[: min(again)])
+            self._state = "held"
+            return True
         starts = [at for opener, _ in self._blocks if (at := self._text.find(opener)) >= 0]
         if starts:
             self._offer(delta, "content", self._text[: min(starts)])
@@ -174,7 +179,7 @@ class StreamParser:
 
     def _offer(self, delta: Delta, channel: str, text: str) -> str:
         """Send what is surely the channel's; returns the rest: half a marker, white space that may be stripped."""
-        markers = [*self._openers, *(self._reasoning or ())] if channel == "reasoning" or self._blocks else []
+        markers = [*(self._reasoning or ()), *(self._openers if channel == "reasoning" or self._blocks else [])]
         rest = max((_overlap(text, marker) for marker in markers), default=0)
         body = text[: len(text) - rest].rstrip()
         held = text[len(body) :]
