@@ -8,15 +8,16 @@ import pytest
 if importlib.util.find_spec("verl") is None:
     pytest.skip("needs harnessrl[verl]: make test-verl", allow_module_level=True)
 
-from harnessrl.config import Config
+from harnessrl.config import Config, load_config
 from harnessrl.trainer.backends.verl.settings import verl_settings
 
 pytestmark = pytest.mark.verl
-TINY = Path(__file__).parents[3] / "assets" / "tiny"
+ROOT = Path(__file__).parents[4]
+TINY = ROOT / "tests" / "assets" / "tiny"
 
 
 def settings(**sections: dict):
-    return verl_settings(Config.model_validate(sections), TINY, 0, on_cpu=False).actor_rollout_ref
+    return verl_settings(Config.model_validate(sections), str(TINY), 0, on_cpu=False).actor_rollout_ref
 
 
 def test_the_users_section_wins_over_what_follows_from_the_others() -> None:
@@ -52,3 +53,19 @@ def test_what_verl_refuses_is_said_in_its_words(section: dict, message: str) -> 
     with pytest.raises(ValueError, match="configuration: verl: ") as refused:
         settings(verl=section)
     assert message in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["one_node", "four_nodes"])
+@pytest.mark.parametrize("schedule", ["synchronous", "collocated"])
+def test_the_examples_for_clusters_are_accepted(name: str, schedule: str) -> None:
+    example = ROOT / "examples" / "cluster" / f"{name}.yaml"
+    groups = load_config(example).collect.groups_per_update
+    in_flight = groups if schedule == "synchronous" else 2 * groups
+    config = load_config(example, [f"collect.groups_in_flight={in_flight}"])
+    assert config.agent.k8s and config.controller.runner == "none" and Path(config.data.train).exists()
+    tree = verl_settings(config, str(TINY), 0, on_cpu=False)
+    parts, gpus = tree.actor_rollout_ref, tree.trainer.nnodes * tree.trainer.n_gpus_per_node
+    assert parts.rollout.max_model_len == config.engine.max_len
+    ranks = parts.actor.ulysses_sequence_parallel_size
+    assert ranks * parts.actor.ppo_max_token_len_per_gpu >= config.engine.max_len
+    assert gpus % (ranks * parts.rollout.tensor_model_parallel_size) == 0

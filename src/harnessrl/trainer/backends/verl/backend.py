@@ -18,7 +18,7 @@ import structlog
 import torch
 
 from harnessrl.config import Config
-from harnessrl.engine.model import resolve
+from harnessrl.engine.model import PACKAGE, resolve
 from harnessrl.schemas import Endpoint
 from harnessrl.trainer.backends import LINEAGE
 from harnessrl.trainer.backends.metrics import means, step_metrics
@@ -32,7 +32,6 @@ __all__ = ["VerlBackend"]
 
 log = structlog.get_logger()
 
-CPU = {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "harnessrl.trainer.backends.verl.cpu"}
 VECTORS = ("old", "sampled", "fresh")
 Known = dict[str, dict[int, np.ndarray]]
 """Arrays by name and the row's `id`, by token."""
@@ -49,16 +48,18 @@ class VerlBackend:
         began = time.monotonic()
         algorithm = config.algorithm
         self._config = config
-        self._folder = resolve(config.model.path)
+        path = config.model.path
+        local = path.startswith(PACKAGE) or Path(path).expanduser().is_dir()
+        self._model = str(resolve(path)) if local else path
+        """A folder that all nodes have, or a name on the hub."""
         on_cpu = config.model.device == "cpu" or (config.model.device == "auto" and not torch.cuda.is_available())
         _quiet()
         if on_cpu:
-            os.environ |= CPU  # read when verl is imported, in the workers
-            importlib.import_module(CPU["VERL_USE_EXTERNAL_MODULES"])
+            importlib.import_module(f"{__package__}.cpu")
         from harnessrl.trainer.backends.verl.cluster import Cluster
         from harnessrl.trainer.backends.verl.settings import verl_settings
 
-        settings = verl_settings(config, self._folder, config.seed + lineage, on_cpu)
+        settings = verl_settings(config, self._model, config.seed + lineage, on_cpu)
         self._refers = algorithm.kl_coef > 0 or algorithm.loss == "dpo"
         self._cluster = Cluster(settings, algorithm, self._refers and not config.model.lora_rank)
         self.version = lineage * LINEAGE
@@ -87,7 +88,7 @@ class VerlBackend:
                 endpoint=url if kind == "token" else f"{url}/v1",
                 version=self.version,
                 kind=kind,
-                tokenizer=str(self._folder),
+                tokenizer=self._model,
                 renderer=self._config.model.renderer,
                 max_model_len=self._config.engine.max_len,
             )
@@ -191,8 +192,9 @@ def _takes_token_ids(url: str) -> bool:
 
 
 def _quiet() -> None:
-    """What verl and torch say of parts that are not used."""
+    """Neither what verl and torch say of parts that are not used, nor what Ray would report home."""
     os.environ.setdefault("VERL_LOGGING_LEVEL", "WARN")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     warnings.filterwarnings("ignore", message=".* engine is not available")
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 

@@ -1,23 +1,27 @@
 """verl on a CPU: its own workers on gloo, and our embedded engine as the rollout server.
 
-For trying things out and for tests. verl loads this module wherever it is imported (see
-`VerlBackend`): it adds a platform, an FSDP engine and a rollout engine by verl's registries, and mends three places
-that take a GPU for granted.
+For trying things out and for tests. verl loads this module wherever it is imported itself (`ENVIRONMENT`): it adds
+a platform, an FSDP engine and a rollout engine by verl's registries, and mends three places that take a GPU for
+granted.
 """
 
 import functools
 import inspect
+import os
 from collections.abc import Mapping
 from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
-import ray
-import torch
-from transformers import AutoModelForTokenClassification
-from verl.plugin.platform import PlatformBase, PlatformRegistry
+ENVIRONMENT = {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": __name__}
+os.environ |= ENVIRONMENT  # read when verl is imported
 
-__all__ = ["ROLLOUT", "settings"]
+import ray  # noqa: E402
+import torch  # noqa: E402
+from transformers import AutoModelForTokenClassification  # noqa: E402
+from verl.plugin.platform import PlatformBase, PlatformRegistry  # noqa: E402
+
+__all__ = ["ENVIRONMENT", "ROLLOUT", "settings"]
 
 ROLLOUT = "harnessrl"
 
@@ -34,6 +38,7 @@ def settings(ranks: int) -> dict[str, Any]:
         "trainer.device": "cpu",
         "actor_rollout_ref.rollout.name": ROLLOUT,
         "actor_rollout_ref.rollout.free_cache_engine": False,
+        "ray_kwargs.ray_init.runtime_env.env_vars": ENVIRONMENT,
         # Ray counts these, but binds nothing; a rank asks for 3 CPUs and a GPU, and would wait for them for ever.
         "ray_kwargs.ray_init.num_cpus": 4 * ranks + 4,
         "ray_kwargs.ray_init.num_gpus": ranks,

@@ -6,7 +6,6 @@ verl checks it; what it refuses is shown in its words.
 import contextlib
 import io
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_module
@@ -23,14 +22,14 @@ ENGINE = "model_engine"
 """verl's name for the choice between FSDP (`dp`), `megatron`, …: the one setting that selects others' files."""
 
 
-def verl_settings(config: Config, folder: Path, seed: int, on_cpu: bool) -> DictConfig:
-    """The resolved tree, checked; ValueError in one sentence. `folder`: of the model."""
+def verl_settings(config: Config, model: str, seed: int, on_cpu: bool) -> DictConfig:
+    """The resolved tree, checked; ValueError in one sentence. `model`: its folder or name."""
     section = dict(_leaves(config.verl))
     engine = section.pop(ENGINE, "dp")
     try:
         with initialize_config_module("verl.trainer.config", version_base=None):
             tree = compose("ppo_trainer", overrides=[f"{ENGINE}={engine}"])
-        ours = _ours(config, folder, seed, engine)
+        ours = _ours(config, model, seed, engine)
         if on_cpu:
             from harnessrl.trainer.backends.verl import cpu
 
@@ -51,13 +50,14 @@ def verl_settings(config: Config, folder: Path, seed: int, on_cpu: bool) -> Dict
     return tree
 
 
-def _ours(config: Config, folder: Path, seed: int, engine: str) -> dict[str, Any]:
+def _ours(config: Config, path: str, seed: int, engine: str) -> dict[str, Any]:
     """What of verl's follows from our sections."""
     model, optim, engine_size = config.model, config.optim, config.engine
     tokens = max(config.train.micro_batch_tokens, engine_size.max_len)
     settings: dict[str, Any] = {
         "trainer.n_gpus_per_node": 1,
-        "actor_rollout_ref.model.path": str(folder),
+        "ray_kwargs.ray_init.address": None,
+        "actor_rollout_ref.model.path": path,
         "actor_rollout_ref.model.lora_rank": model.lora_rank,
         "actor_rollout_ref.model.lora_alpha": model.lora_alpha,
         "actor_rollout_ref.actor.use_dynamic_bsz": True,
@@ -72,7 +72,7 @@ def _ours(config: Config, folder: Path, seed: int, engine: str) -> dict[str, Any
         "actor_rollout_ref.actor.optim.total_training_steps": max(1, config.train.updates),
         "actor_rollout_ref.actor.optim.lr_warmup_steps": optim.warmup_updates + 1 if optim.warmup_updates else -1,
         "critic.enable": config.algorithm.critic,
-        "critic.model.path": str(folder),
+        "critic.model.path": path,
         "critic.ppo_max_token_len_per_gpu": tokens,
         "critic.ppo_infer_max_token_len_per_gpu": tokens,
         "critic.optim.weight_decay": 0.0,
@@ -80,7 +80,6 @@ def _ours(config: Config, folder: Path, seed: int, engine: str) -> dict[str, Any
         "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
         "actor_rollout_ref.rollout.dtype": model.dtype,
         "actor_rollout_ref.rollout.max_model_len": engine_size.max_len,
-        "actor_rollout_ref.rollout.prompt_length": engine_size.max_len,
         "actor_rollout_ref.rollout.response_length": engine_size.max_len,
         "actor_rollout_ref.rollout.max_num_seqs": engine_size.max_batch,
         "actor_rollout_ref.rollout.seed": seed,
