@@ -1,9 +1,9 @@
 """Kill -9 in the middle of a run, of each component and of all at once; then resume."""
 
+import contextlib
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -56,9 +56,19 @@ def kill(tmp_path: Path, who: str, trainer: subprocess.Popen[bytes]) -> None:
         trainer.wait()
     for service in ("gateway", "controller"):
         if who in (service, "all"):
-            known = json.loads((tmp_path / "run" / f"{service}.json").read_text())
-            time.sleep(max(0, known["since"] + YOUNG_SECONDS + 1 - time.time()))
-            os.kill(known["pid"], signal.SIGKILL)
+            process = running(tmp_path / "run" / f"{service}.json")
+            time.sleep(max(0, process.create_time() + YOUNG_SECONDS + 1 - time.time()))
+            process.kill()
+
+
+def running(known: Path) -> psutil.Process:
+    """The process that `known` names: of a run that is being resumed, the new one."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        with contextlib.suppress(FileNotFoundError, psutil.NoSuchProcess):
+            return psutil.Process(json.loads(known.read_text())["pid"])
+        time.sleep(0.1)
+    raise AssertionError(f"no process runs that {known} names")
 
 
 def rows(file: Path) -> list[dict]:
