@@ -85,14 +85,10 @@ class Service:
 
     def _start(self) -> psutil.Process:
         env = {**os.environ, "PYTHONUNBUFFERED": "1", **self._env}
+        command = self._command()  # which may read the log
         with self._log.open("wb") as out:
             started = subprocess.Popen(
-                self._command(),
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                env=env,
-                start_new_session=True,
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env, start_new_session=True
             )
         process = psutil.Process(started.pid)
         self._known.write_text(json.dumps({"pid": started.pid, "since": process.create_time()}))
