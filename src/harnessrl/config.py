@@ -95,7 +95,7 @@ class EngineConfig(Section):
     url: str | None = None
     """A vLLM server that runs already; unset: one is started, and ended with the run."""
     command: Annotated[list[str], Field(min_length=1)] = ["vllm"]
-    """How vLLM is called. It wants an environment of its own: [/opt/vllm/bin/vllm]."""
+    """How vLLM is called. It wants an environment of its own: [.venv-vllm/bin/vllm]."""
     args: list[str] = []
     """Further arguments of `vllm serve`: [--gpu-memory-utilization, "0.5"]."""
     weights_dir: str | None = None

@@ -19,20 +19,22 @@ class Scripted:
         self.fails: str | None = None
         self.weights = b""
 
+        scripted = self
+
         class Handler(BaseHTTPRequestHandler):
-            def do_GET(handler) -> None:
-                self.answer(handler, 200, {"data": [{"id": "policy", "max_model_len": 512}]})
+            def do_GET(self) -> None:
+                scripted.answer(self, 200, {"data": [{"id": "policy", "max_model_len": 512}]})
 
-            def do_POST(handler) -> None:
-                body = handler.rfile.read(int(handler.headers.get("content-length", 0)))
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers.get("content-length", 0)))
                 called = json.loads(body) if body else {}
-                step = called.get("method") or handler.path
-                self.asked.append(step)
+                step = called.get("method") or self.path
+                scripted.asked.append(step)
                 if step == "reload_weights":
-                    self.weights = (Path(called["kwargs"]["weights_path"]) / "model").read_bytes()
-                self.answer(handler, 500 if step == self.fails else 200, {"success": True})
+                    scripted.weights = (Path(called["kwargs"]["weights_path"]) / "model").read_bytes()
+                scripted.answer(self, 500 if step == scripted.fails else 200, {"success": True})
 
-            def log_message(handler, *_: object) -> None: ...
+            def log_message(self, format: str, *args: object) -> None: ...
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         threading.Thread(target=self._server.serve_forever, daemon=True).start()

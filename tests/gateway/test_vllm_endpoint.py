@@ -30,8 +30,7 @@ LONG = 600
 def endless(folder: Path) -> str:
     """The tiny model with an end-of-turn token that it hardly ever samples."""
     model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
-    with torch.no_grad():
-        model.get_input_embeddings().weight[TOKENIZER.convert_tokens_to_ids("<|im_end|>")] = 0
+    model.get_parameter("model.embed_tokens.weight").data[TOKENIZER.convert_tokens_to_ids("<|im_end|>")] = 0
     model.save_pretrained(folder)
     TOKENIZER.save_pretrained(folder)
     return str(folder)

@@ -32,9 +32,9 @@ VLLM_READY_SECONDS = 1800
 """A large model is loaded and compiled first."""
 VLLM_READY = r"server on (http://\S+)(?s:.*)Application startup complete"
 VLLM_MISSING = (
-    "engine.command: there is no {} here: install vLLM in an environment of its own (`python -m venv vllm; "
-    "vllm/bin/pip install vllm`) and name its command, engine.command=[vllm/bin/vllm], or a running server by "
-    "engine.url"
+    "engine.command: there is no {} here: install vLLM in an environment of its own (`python -m venv .venv-vllm; "
+    ".venv-vllm/bin/pip install vllm`) and name its command, engine.command=[.venv-vllm/bin/vllm], or a running "
+    "server by engine.url"
 )
 
 
