@@ -1,6 +1,6 @@
 """What the Rollout Controller costs and withstands: real gateway, real controllers, real agents, as processes.
 
-python -m benchmarks.controller [--quick] [--json]
+python -m benchmarks.controller [--quick] [--json]; exit code 1 if results are wrong, not if they are slow.
 """
 
 import argparse
@@ -40,6 +40,8 @@ class Row:
     must: str
     measured: str
     ok: bool
+    right: bool = True
+    """False: not just slow, but a rollout failed, was lost or run twice."""
 
 
 class Process:
@@ -144,6 +146,7 @@ def trivial(bench: Bench, n: int) -> list[Row]:
             "6 s (200)",
             f"{wall:.2f} s",
             right and wall <= 6,
+            right,
         ),
         Row("CPU per trivial rollout", "0.51 s", "0.03 s", f"{each:.4f} s", each <= 0.03),
         Row("reward posted to terminal, median", "8.0 s", "50 ms", f"{lag * 1000:.0f} ms", lag <= 0.05),
@@ -179,8 +182,9 @@ def sleepers(bench: Bench, n: int, seconds: int) -> list[Row]:
             time.sleep(0.5)
         full = time.monotonic() - begun
         bench.wait(target)
-    right = most == n and bench.states(rollouts) == {"failed": n}  # `sleep` never calls a model
-    return [Row(f"{n} sleeping harnesses at once", "50", str(n), f"{most} after {full:.1f} s", right)]
+    right = bench.states(rollouts) == {"failed": n}  # `sleep` never calls a model
+    text = f"{most} after {full:.1f} s"
+    return [Row(f"{n} sleeping harnesses at once", "50", str(n), text, right and most == n, right)]
 
 
 def killed(bench: Bench, n: int) -> list[Row]:
@@ -205,7 +209,8 @@ def _adopted(bench: Bench, rollouts: list[Rollout], runner: str) -> Row:
     n, right = len(rollouts), bench.states(rollouts)["succeeded"]
     first = sum(bench.ask(get_rollout(r.rollout_id)).rollout.status.last_attempt_id == "0" for r in rollouts)
     text = f"{right} right, {first} in their first attempt"
-    return Row(f"kill -9 with {n} running, {runner}", f"{n} failed", f"{n} right", text, right == first == n)
+    ok = right == first == n
+    return Row(f"kill -9 with {n} running, {runner}", f"{n} failed", f"{n} right", text, ok, ok)
 
 
 def two_controllers(bench: Bench, n: int) -> list[Row]:
@@ -216,7 +221,8 @@ def two_controllers(bench: Bench, n: int) -> list[Row]:
         wall = time.monotonic() - begun
     rewards = Counter(len(bench.ask(get_events(r.rollout_id, "reward"))) for r in rollouts)
     text = f"{rewards[1]} once, {n - rewards[1]} otherwise, {wall:.1f} s"
-    return [Row(f"two controllers, {n} rollouts", "run twice", "each once", text, rewards == {1: n})]
+    ok = rewards == {1: n}
+    return [Row(f"two controllers, {n} rollouts", "run twice", "each once", text, ok, ok)]
 
 
 JOB = """
@@ -274,7 +280,8 @@ class Kubernetes:
         controller.end()
         right = self.bench.states(rollouts)["succeeded"]
         text = f"{right} right after {wall:.0f} s, {left} left after {gone:.0f} s"
-        return [Row(f"{n} Jobs on a real API server", "–", "all right, none left", text, right == n and not left)]
+        ok = right == n and not left
+        return [Row(f"{n} Jobs on a real API server", "–", "all right, none left", text, ok, ok)]
 
     def killed(self, n: int) -> list[Row]:
         target, controller = self.bench.ended() + n, self.start()
@@ -325,8 +332,14 @@ def main() -> None:
     else:
         table = Table("figure", "reference", "must", "measured", "")
         for row in rows:
-            table.add_row(row.figure, row.reference, row.must, row.measured, "ok" if row.ok else "MISSED")
+            table.add_row(row.figure, row.reference, row.must, row.measured, _verdict(row))
         Console().print(table)
+    if not all(row.right for row in rows):
+        sys.exit(1)
+
+
+def _verdict(row: Row) -> str:
+    return "ok" if row.ok else "MISSED" if row.right else "WRONG"
 
 
 if __name__ == "__main__":

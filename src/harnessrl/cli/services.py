@@ -19,7 +19,15 @@ import psutil
 
 from harnessrl.config import Config
 
-__all__ = ["Service", "controller_service", "gateway_key", "gateway_service", "vllm_command", "vllm_service"]
+__all__ = [
+    "Service",
+    "controller_service",
+    "gateway_key",
+    "gateway_service",
+    "secret",
+    "vllm_command",
+    "vllm_service",
+]
 
 OURS = (sys.executable, "-m", "harnessrl")
 READY_SECONDS = 60
@@ -169,7 +177,7 @@ def gateway_service(config: Config, folder: Path, key: str) -> Service:
             given += ["--val-temperature", str(collect.eval_temperature)]
         return [*OURS, "gateway", *given]
 
-    return Service(folder, "gateway", command, _secret(key), READY)
+    return Service(folder, "gateway", command, secret(key), READY)
 
 
 def controller_service(config: Config, folder: Path, url: str, key: str) -> Service:
@@ -177,10 +185,10 @@ def controller_service(config: Config, folder: Path, url: str, key: str) -> Serv
         "--gateway", url, "--runner", "local", "--concurrency", str(config.controller.concurrency),
         "--workdir", str(folder / "work"), *(["--keep-failed"] if config.controller.keep_failed else []),
     ]  # fmt: skip
-    return Service(folder, "controller", lambda: [*OURS, "controller", *arguments], _secret(key))
+    return Service(folder, "controller", lambda: [*OURS, "controller", *arguments], secret(key))
 
 
-def _secret(key: str) -> dict[str, str]:
+def secret(key: str) -> dict[str, str]:
     """The key travels in the environment: a command line can be read by every user of the machine."""
     return {"HARNESSRL_KEY": key}
 

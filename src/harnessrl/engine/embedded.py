@@ -94,12 +94,19 @@ class EmbeddedEngine:
     """Token ids in, sampled ids and log-probabilities out, many requests at once.
 
     `model` is a transformers causal LM, or a peft model around one, that may be trained at the same time: its
-    parameters are used in place. `max_len` is the context, prompt and answer together. All methods may be called
-    from any thread.
+    parameters are used in place. `max_len` is the context, prompt and answer together; `max_answer` bounds answers,
+    whatever a request asks for. All methods may be called from any thread.
     """
 
     def __init__(
-        self, model: nn.Module, *, max_batch: int = 32, max_len: int = 2048, seed: int = 0, version: int = 0
+        self,
+        model: nn.Module,
+        *,
+        max_batch: int = 32,
+        max_len: int = 2048,
+        max_answer: int | None = None,
+        seed: int = 0,
+        version: int = 0,
     ):
         self._model, self._merge = share(model)
         self._device = next(model.parameters()).device
@@ -107,6 +114,7 @@ class EmbeddedEngine:
         self.max_batch = max_batch
         self.max_len = min(max_len, getattr(config, "max_position_embeddings", None) or max_len)
         eos = config.eos_token_id
+        self._max_answer = max_answer or self.max_len
         self.eos_token_ids = frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
         self.vocab_size: int = config.vocab_size
         self.version = version
@@ -146,7 +154,7 @@ class EmbeddedEngine:
             if self._stopped:
                 raise RuntimeError("The engine is stopped.")
             seed = sampling.seed if sampling.seed is not None else f"{self._seed}:{self._submitted}"
-            max_tokens = min(sampling.max_tokens, self.max_len - len(prompt))
+            max_tokens = min(sampling.max_tokens, self._max_answer, self.max_len - len(prompt))
             request_id = request_id or uuid.uuid4().hex
             draw = random.Random(seed)
             self._waiting.append(_Request(request_id, prompt, sampling, max_tokens, emit, draw))
