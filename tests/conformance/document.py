@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 CONNECT = "`OPENAI_BASE_URL`, `OPENAI_API_KEY`"
@@ -49,21 +50,31 @@ def main(report: Path, environment: Path) -> None:
     print("Real harnesses, unchanged, that the conformance suite has run against the gateway: `tests/conformance`.")
     print("This page is made from its results. In each run the harness ended well, and every sampled token was in")
     print("exactly one training row. *Continuity* says how the prompts came about: `exact` ones are the earlier")
-    print("tokens, unchanged, and what is new; a `rendered(…)` one is a fork, trained on all the same.\n")
-    print("| harness | version | runs | how to connect | continuity of all calls | known limits |")
-    print("|---|---|---|---|---|---|")
+    print("tokens, unchanged, and what is new; a `rendered(…)` one is a fork, trained on all the same. First the")
+    print(
+        "engine plays back awkward answers with tool calls; then it is a real one, whose small model (a random one"
+    )
+    print("for the harnesses with long prompts) hardly calls tools.\n")
+    print("| harness | version | runs | how to connect | continuity of calls | with a real engine | known limits |")
+    print("|---|---|---|---|---|---|---|")
     for name, (shown, package, connect, limits) in HARNESSES.items():
         rows = results.get(name)
         if rows is None:
             continue
         runs = " · ".join(sorted({_way(row["arguments"]) for row in rows}))
-        counts = Counter(c for row in rows for c in row["continuity"])
-        continuity = ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
+        continuity = _counted(row for row in rows if not row["engine"])
+        real = [row for row in rows if row["engine"]]
+        said = f"{real[0]['engine']}: {_counted(real)}" if real else ""
         version = versions.get(package.lower(), "")
-        print(f"| {shown} | {version} | {runs} | {connect} | {continuity} | {limits} |")
+        print(f"| {shown} | {version} | {runs} | {connect} | {continuity} | {said} | {limits} |")
     print()
     print("`harnessrl probe -- COMMAND` checks a harness that is not here; the environment that it gets names the")
     print("gateway in `OPENAI_BASE_URL` and `ANTHROPIC_BASE_URL`, so that most need no set-up at all.")
+
+
+def _counted(rows: Iterable[dict]) -> str:
+    counts = Counter(c for row in rows for c in row["continuity"])
+    return ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
 
 
 def _way(arguments: list[str]) -> str:
@@ -80,7 +91,8 @@ def _versions(environment: Path) -> dict[str, str]:
     for file in (environment / "npm/node_modules").glob("**/package.json"):
         if len(file.relative_to(environment / "npm/node_modules").parts) <= 3:
             package = json.loads(file.read_text())
-            versions[package.get("name", "").lower()] = package.get("version", "")
+            if "-linux-" not in package.get("version", ""):  # a binary of one that is here itself
+                versions[package.get("name", "").lower()] = package.get("version", "")
     return versions
 
 

@@ -17,7 +17,10 @@ Reply = str | Sequence[int]
 
 
 class ScriptedEngine:
-    """`reply(body)` gives the text or ids of an answer; without an end-of-turn token in it one is sampled last."""
+    """`reply(body)` gives the text or ids of an answer; without an end-of-turn token in it one is sampled last.
+
+    Entered again after its exit, it is back at the same address.
+    """
 
     def __init__(
         self,
@@ -43,6 +46,7 @@ class ScriptedEngine:
         self._end = [] if end is None else [tokenizer.convert_tokens_to_ids(end)]
         self._runner: web.AppRunner | None = None
         self.url = ""
+        self._port = 0
 
     async def __aenter__(self) -> "ScriptedEngine":
         app = web.Application(client_max_size=1 << 28)
@@ -51,9 +55,9 @@ class ScriptedEngine:
         app.router.add_get("/v1/models", self._models)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        await web.TCPSite(self._runner, "127.0.0.1", self._port).start()
+        self._port = self._runner.addresses[0][1]
+        self.url = f"http://127.0.0.1:{self._port}"
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import anthropic
 import numpy as np
 import openai
 import pytest
@@ -225,6 +226,95 @@ async def test_a_dead_endpoint_is_left_and_its_rollouts_move(tmp_path: Path) -> 
                 await gateway.new_rollout()
                 answer = await client_of(gateway).chat.completions.create(**ASK)
                 assert answer.choices[0].message.content == "fine"
+
+
+@pytest.mark.parametrize("loss", ["unreachable", "deleted", "never there"])
+async def test_calls_wait_while_no_engine_is_there(tmp_path: Path, loss: str) -> None:
+    """As where a trainer with its engine is started again."""
+    engine = ScriptedEngine(TOKENIZER, lambda _: "fine")
+    await engine.__aenter__()
+    asking: list[asyncio.Task[Any]] = []
+    async with proxied(tmp_path, engine.endpoint(TINY), health_seconds=0.1, keepalive_seconds=0.1) as gateway:
+        if loss != "never there":
+            await client_of(gateway).chat.completions.create(**ASK)
+        if loss != "unreachable":
+            await gateway.register()
+        await engine.__aexit__()
+        for _ in range(3):
+            asking.append(asyncio.create_task(client_of(gateway).chat.completions.create(**ASK)))
+        stream = client_of(gateway).chat.completions.create(**ASK, stream=True)
+        asking.append(asyncio.create_task(all_of(stream)))
+        await asyncio.sleep(1.2)
+        assert not any(task.done() for task in asking) and gateway.gateway.gate.held == len(asking)
+        await engine.__aenter__()
+        if loss != "unreachable":
+            await gateway.register(engine.endpoint(TINY, version=7))
+        await asyncio.wait_for(asyncio.gather(*asking), 5)
+        waited = (await gateway.calls())[-len(asking) :]
+        assert all(c.delivered and c.held_ms > 500 for c in waited)
+        held = (await gateway.gateway.store.get_rollout(gateway.rollout_id)).status.held_seconds
+        assert held is not None and 0.5 < held < 3
+    await engine.__aexit__()
+
+
+async def test_without_an_engine_the_wait_ends_in_503(tmp_path: Path) -> None:
+    async with proxied(tmp_path, hold_seconds=0.05) as gateway:
+        with pytest.raises(openai.InternalServerError) as caught:
+            await client_of(gateway).chat.completions.create(**ASK)
+        assert (caught.value.status_code, caught.value.code) == (503, "no_model_server")
+        assert caught.value.response.headers["retry-after"] == "5"
+
+
+async def all_of(asking: Any) -> None:
+    async for _ in await asking:
+        pass
+
+
+@pytest.mark.slow
+async def test_clients_with_their_own_time_outs_outlast_a_long_update_and_a_lost_engine(tmp_path: Path) -> None:
+    """A request is held for 76 seconds through an update, another for 20 while its engine is away."""
+
+    async def update(gateway: Proxied, engine: ScriptedEngine) -> None:
+        ours = openai.AsyncOpenAI(base_url=gateway.base(), api_key="k")
+        theirs = anthropic.AsyncAnthropic(base_url=gateway.base(family="anthropic"), api_key="k")
+        await gateway.gateway.gate.pause(Pause())
+        ask = {**ASK, "max_tokens": 20}
+        asking = [
+            asyncio.create_task(all_of(ours.chat.completions.create(**ask, stream=True))),
+            asyncio.create_task(all_of(theirs.messages.create(**ask, stream=True))),
+            asyncio.create_task(ours.chat.completions.create(**ask)),
+            asyncio.create_task(ours.responses.create(model="any", input="Go")),
+        ]
+        await asyncio.sleep(76)
+        assert not engine.requests and not any(task.done() for task in asking)
+        await gateway.register(engine.endpoint(TINY, version=1))
+        await gateway.gateway.gate.resume()
+        await asyncio.wait_for(asyncio.gather(*asking), 20)
+        calls = await gateway.calls()
+        assert len(calls) == len(asking) and all(c.delivered and c.held_ms > 75_000 for c in calls)
+        assert {version for c in calls for version, _ in c.versions} == {1}
+
+    async def loss(gateway: Proxied, engine: ScriptedEngine) -> None:
+        await engine.__aexit__()
+        asking = asyncio.create_task(
+            openai.AsyncOpenAI(base_url=gateway.base(), api_key="k").chat.completions.create(**ASK)
+        )
+        await asyncio.sleep(20)
+        await engine.__aenter__()
+        await asyncio.wait_for(asking, 10)
+        (call,) = await gateway.calls()
+        assert call.delivered and call.held_ms > 15_000
+
+    async def run(part: Any, store: Path) -> None:
+        engine = ScriptedEngine(TOKENIZER, lambda _: "fine")
+        await engine.__aenter__()
+        async with proxied(store, engine.endpoint(TINY)) as gateway:
+            await part(gateway, engine)
+        await engine.__aexit__()
+
+    async with asyncio.TaskGroup() as together:
+        for part in (update, loss):
+            together.create_task(run(part, tmp_path / part.__name__))
 
 
 async def test_attempts_that_ended_take_no_calls_and_leave_the_memory(tmp_path: Path) -> None:

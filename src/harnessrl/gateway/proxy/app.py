@@ -19,15 +19,15 @@ from harnessrl.gateway.metrics import Metrics
 from harnessrl.gateway.proxy.attempts import Attempt, Attempts
 from harnessrl.gateway.proxy.chat_calls import ChatCall
 from harnessrl.gateway.proxy.context import Context, Services
-from harnessrl.gateway.proxy.engine import Engines
+from harnessrl.gateway.proxy.engine import EngineFailed, Engines
 from harnessrl.gateway.proxy.exchange import ClientGone, Exchange
 from harnessrl.gateway.proxy.gate import Gate, Paused
 from harnessrl.gateway.proxy.probe import Probe
-from harnessrl.gateway.proxy.routing import Routing
+from harnessrl.gateway.proxy.routing import Route, Routing
 from harnessrl.gateway.proxy.token_calls import TokenCall, count_tokens
 from harnessrl.gateway.settings import Settings
 from harnessrl.gateway.store import Conflict, NotFound, Store
-from harnessrl.schemas import Json, Mode
+from harnessrl.schemas import Json, Mode, Pause
 
 __all__ = ["ProxyApp"]
 
@@ -40,7 +40,9 @@ class ProxyApp:
         self._settings = settings
         self._auth = auth
         self._gate = gate
-        self._engines = Engines(settings.connect_seconds, settings.read_seconds, settings.health_seconds)
+        self._engines = Engines(
+            settings.connect_seconds, settings.read_seconds, settings.health_seconds, gate.look_again
+        )
         self._routing = Routing(settings.model, settings.agent)
         self._probe = Probe(self._engines)
         self._services = Services(store, settings, gate, self._engines, self._routing, metrics, self._probe)
@@ -70,6 +72,7 @@ class ProxyApp:
         self._routing.endpoints = await self._store.endpoints()
         self._engines.forget()
         self._probe.forget()
+        self._gate.look_again()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         exchange = Exchange(scope, receive, send)
@@ -159,14 +162,22 @@ class ProxyApp:
             body = error
         if isinstance(body, dict) and body.get("stream") is True:
             exchange.keep_alive(self._settings.keepalive_seconds)
-        await exchange.run(context.pass_gate(self._services))
         if isinstance(body, RequestError):
+            await exchange.run(context.pass_gate(self._services, lambda: True))
             raise body
-        route = self._routing.route(body.get("model"), exchange.headers)
-        if not route.endpoints:
-            raise RequestError("no model server", 503, "no_model_server", retry_after=5)
-        kind = TokenCall if route.endpoints[0].kind == "token" else ChatCall
-        await kind(self._services, context, dialect, exchange, route, body).serve()
+
+        def route() -> Route:
+            return self._routing.route(body.get("model"), exchange.headers)
+
+        try:
+            await exchange.run(
+                context.pass_gate(self._services, lambda: self._services.reachable(route().endpoints))
+            )
+        except EngineFailed as error:
+            raise RequestError("no model server", 503, "no_model_server", retry_after=5) from error
+        found = route()
+        kind = TokenCall if found.endpoints[0].kind == "token" else ChatCall
+        await kind(self._services, context, dialect, exchange, found, body).serve()
 
 
 def _object(raw: bytearray) -> Json:
@@ -185,7 +196,7 @@ def _ended(attempt_id: str) -> RequestError:
 
 async def _say_paused(exchange: Exchange, dialect: Dialect, paused: Paused) -> None:
     """As v1.0 does, whatever the dialect."""
-    pause = paused.pause
+    pause = paused.pause or Pause()
     if exchange.started:
         await exchange.end(dialect.error_event(RequestError("gateway paused", 429, "paused")))
         return

@@ -148,11 +148,7 @@ class ChatCall:
         assert self._dialect.chat_path is not None
         services = self._services
         while True:
-            await self._context.pass_gate(services)
-            available = services.candidates(self._route.model, self._context.attempt.rollout_id)
-            if not available:
-                raise EngineFailed("no engine serves this model now", 503)
-            endpoint = available[self._tries % len(available)]
+            endpoint = await self._context.endpoint(services, self._route.model, self._tries)
             try:
                 with self._context.at_engine(services.gate):
                     response = await services.engines.post(endpoint, self._dialect.chat_path, encoded)

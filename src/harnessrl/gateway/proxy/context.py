@@ -1,7 +1,7 @@
 """What a call needs: the parts that all calls share, and where this one belongs."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -9,8 +9,8 @@ import structlog
 
 from harnessrl.gateway.metrics import Metrics
 from harnessrl.gateway.proxy.attempts import Attempt
-from harnessrl.gateway.proxy.engine import Engines
-from harnessrl.gateway.proxy.gate import Gate
+from harnessrl.gateway.proxy.engine import EngineFailed, Engines
+from harnessrl.gateway.proxy.gate import Gate, Paused
 from harnessrl.gateway.proxy.probe import Probe
 from harnessrl.gateway.proxy.routing import Routing
 from harnessrl.gateway.settings import Settings
@@ -49,9 +49,9 @@ class Services:
         )
         await self.store.add_call(call)
 
-    def candidates(self, model: str, rollout_id: str) -> list[Endpoint]:
-        """The endpoints that serve `model` now, in the order in which the rollout tries them."""
-        return self.engines.order(self.routing.serving(model), rollout_id)
+    def reachable(self, endpoints: Sequence[Endpoint]) -> bool:
+        """Whether a call may go to one of them. Where not it waits: its trainer may be starting again."""
+        return self.engines.reachable(endpoints) or bool(endpoints and not self.settings.hold_seconds)
 
 
 @dataclass(slots=True)
@@ -77,12 +77,29 @@ class Context:
         finally:
             self.upstream += time.perf_counter() - begun
 
-    async def pass_gate(self, services: Services) -> None:
-        """Raises `Paused` after the gateway's `hold_seconds`."""
-        if services.gate.is_open:
+    async def pass_gate(self, services: Services, ready: Callable[[], bool]) -> None:
+        """Wait until the gate is open and `ready`.
+
+        Raises `Paused` after the gateway's `hold_seconds`, `EngineFailed` where only `ready` was missing.
+        """
+        if services.gate.is_open and ready():
             return
         try:
             with self.attempt.holding():
-                self.held += await services.gate.wait_open()
+                self.held += await services.gate.wait_open(ready)
+        except Paused as paused:
+            if paused.pause is None:
+                raise EngineFailed("no engine serves this model now", 503, retry_after=5) from paused
+            raise
         finally:
             await self.attempt.note_held(services.store)
+
+    async def endpoint(self, services: Services, model: str, tries: int) -> Endpoint:
+        """Where the call's next try goes, once it may. Raises as `pass_gate` does."""
+
+        def serving() -> list[Endpoint]:
+            return services.routing.serving(model)
+
+        await self.pass_gate(services, lambda: services.reachable(serving()))
+        order = services.engines.order(serving(), self.attempt.rollout_id)
+        return order[tries % len(order)]

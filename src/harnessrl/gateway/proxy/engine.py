@@ -15,6 +15,7 @@ from typing import Any
 
 import aiohttp
 import orjson
+import structlog
 
 from harnessrl.schemas import Endpoint, Json
 
@@ -26,6 +27,7 @@ _TRIES = 6
 _MAX_BACKOFF = 8.0
 _NO_LOGPROB = -9999.0
 """What vLLM says for NaN and minus infinity."""
+_log = structlog.get_logger("proxy")
 
 
 class EngineFailed(Exception):
@@ -58,10 +60,20 @@ class Chunk:
 
 
 class Engines:
-    def __init__(self, connect_seconds: float, read_seconds: float, health_seconds: float):
-        """read_seconds: longest silence of an engine that still answers its probes."""
+    def __init__(
+        self,
+        connect_seconds: float,
+        read_seconds: float,
+        health_seconds: float,
+        on_return: Callable[[], None] = lambda: None,
+    ):
+        """read_seconds: longest silence of an engine that still answers its probes.
+
+        on_return: called when an endpoint that was dead answers again.
+        """
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_seconds, sock_read=read_seconds)
         self._health_seconds = health_seconds
+        self._on_return = on_return
         self._session: aiohttp.ClientSession | None = None
         self._dead: set[str] = set()
         self._busy: dict[str, set[Callable[[], Any]]] = {}
@@ -91,6 +103,10 @@ class Engines:
 
         return list(endpoints) if len(endpoints) == 1 else sorted(endpoints, key=weight, reverse=True)
 
+    def reachable(self, endpoints: Sequence[Endpoint]) -> bool:
+        """Whether a call may be tried at one of them."""
+        return any(endpoint.endpoint not in self._dead for endpoint in endpoints)
+
     async def facts(self, endpoint: Endpoint) -> Json:
         """What a token endpoint says of its model: `max_model_len` and `owned_by`, where it says anything."""
         known = self._limits.get(endpoint.endpoint)
@@ -117,7 +133,7 @@ class Engines:
                 response = await sending
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
-                self._dead.add(endpoint.endpoint)
+                self._lost(endpoint.endpoint)
             raise _failed(endpoint, error) from error
         except asyncio.CancelledError:
             if endpoint.endpoint in self._dead and sending.cancelled():
@@ -214,12 +230,19 @@ class Engines:
             watched = [url for url in {*self._dead, *self._busy} if url in self._dead or self._busy.get(url)]
             for url, alive in zip(watched, await asyncio.gather(*map(self.alive, watched)), strict=True):
                 silent[url] = 0 if alive else silent.get(url, 0) + 1
-                if alive:
+                if alive and url in self._dead:
                     self._dead.discard(url)
-                elif silent[url] >= 2:
-                    self._dead.add(url)
+                    _log.warning("engine is back", endpoint=url)
+                    self._on_return()
+                elif not alive and silent[url] >= 2:
+                    self._lost(url)
                     for end in list(self._busy.get(url, ())):
                         end()
+
+    def _lost(self, url: str) -> None:
+        if url not in self._dead:
+            self._dead.add(url)
+            _log.warning("engine does not answer: calls go elsewhere, or wait", endpoint=url)
 
     async def alive(self, url: str) -> bool:
         """Whether the engine at `url` answers, within its probe's time."""

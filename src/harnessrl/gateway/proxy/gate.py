@@ -1,13 +1,13 @@
 """The gate between harnesses and engines: closed while the weights change.
 
 While it is closed, new calls wait in order of arrival (up to `hold_seconds`), and those in flight run out
-or are cut. Its state survives a restart.
+or are cut. Its state survives a restart. Calls also wait here while no engine is there to take them.
 """
 
 import asyncio
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from harnessrl.gateway.store import Store
@@ -19,9 +19,9 @@ _SETTING = "pause"
 
 
 class Paused(Exception):
-    """The gate stayed closed for as long as the request may wait; carries the answer's `Retry-After`."""
+    """The request may wait no longer. `pause` carries the answer's `Retry-After`; None: the gate was open."""
 
-    def __init__(self, pause: Pause):
+    def __init__(self, pause: Pause | None):
         super().__init__("gateway paused")
         self.pause = pause
 
@@ -65,7 +65,7 @@ class Gate:
     def drain(self) -> None:
         """The gateway is ending: those who wait are sent away, nobody waits from now on."""
         self._draining = True
-        self._wake()
+        self.look_again()
 
     def state(self) -> ProxyState:
         pause = self._pause
@@ -76,15 +76,14 @@ class Gate:
             inflight=self.inflight,
         )
 
-    async def wait_open(self, deadline: float | None = None) -> float:
-        """Wait until the gate is open; returns the seconds waited.
+    async def wait_open(self, ready: Callable[[], bool]) -> float:
+        """Wait until the gate is open and `ready` (see `look_again`); returns the seconds waited.
 
-        `deadline` is on `time.monotonic`; by default it is `hold_seconds` from now. Raises `Paused` at it.
+        Raises `Paused` after `hold_seconds`, or at once where the gateway ends.
         """
         start = time.monotonic()
-        end = start + self._hold_seconds if deadline is None else deadline
-        while self._pause is not None:
-            left = end - time.monotonic()
+        while self._pause is not None or not ready():
+            left = start + self._hold_seconds - time.monotonic()
             if self._draining or left <= 0:
                 raise Paused(self._pause)
             turn = asyncio.get_running_loop().create_future()
@@ -112,9 +111,10 @@ class Gate:
         else:
             self.cut.clear()
         if pause is None:
-            self._wake()
+            self.look_again()
 
-    def _wake(self) -> None:
+    def look_again(self) -> None:
+        """What those who wait are waiting for may have come."""
         while self._waiting:
             turn = self._waiting.popleft()
             if not turn.done():

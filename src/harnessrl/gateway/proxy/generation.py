@@ -46,11 +46,7 @@ class Generation:
         engines, gate = services.engines, services.gate
         aborts = 0
         while self.finish_reason is None:
-            await context.pass_gate(services)
-            available = services.candidates(model, context.attempt.rollout_id)
-            if not available:
-                raise EngineFailed("no engine serves this model now", 503)
-            self.endpoint = endpoint = available[self.tries % len(available)]
+            self.endpoint = endpoint = await context.endpoint(services, model, self.tries)
             body = {
                 "request_id": f"{request_id}-{self.tries + aborts}",
                 "model": endpoint.model,
