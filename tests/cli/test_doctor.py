@@ -189,6 +189,7 @@ def test_engine(server: tuple[str, type[Answers]]) -> None:
     url, kind = server
     kind.answers["/api/models"] = [{"model": "policy", "endpoint": free_url()}]
     assert "no engine answers" in said("engine", f"gateway.url={url}")
+    assert "install vLLM" in said("engine", "engine.kind=vllm", "engine.command=[no-vllm]")
 
 
 def test_kubernetes_rights(

@@ -22,7 +22,7 @@ class Sizes:
     reference: int
     """The model that a KL term or DPO holds on to."""
     cache: int
-    """Keys and values of `engine.max_batch` contexts of `engine.max_len` tokens."""
+    """Keys and values of `engine.max_batch` contexts of `engine.max_len` tokens, where the engine is embedded."""
     activations: int
     """Of a forward and backward pass over `train.micro_batch_tokens`."""
 
@@ -45,6 +45,8 @@ def sizes(config: Config) -> Sizes | None:
     algorithm = config.algorithm
     reference = bool(algorithm.kl_coef or algorithm.loss == "dpo") and not rank
     tokens = config.train.micro_batch_tokens
+    embedded = config.engine.kind == "embedded" and config.backend == "torch"
+    contexts = config.engine.max_batch * config.engine.max_len if embedded else 0
     # Hidden states that autograd keeps of a layer (about 14 of them, and 3 of the wider MLP), and of the logits the
     # fp32 copy, the log-probabilities, and the gradient.
     per_layer = 14 * text.hidden_size + 3 * getattr(text, "intermediate_size", 4 * text.hidden_size)
@@ -53,6 +55,6 @@ def sizes(config: Config) -> Sizes | None:
         gradients=trained * each,
         optimizer=2 * trained * each,
         reference=number * each if reference else 0,
-        cache=2 * layers * heads * head * each * config.engine.max_batch * config.engine.max_len,
+        cache=2 * layers * heads * head * each * contexts,
         activations=tokens * (layers * per_layer * each + 3 * text.vocab_size * 4),
     )

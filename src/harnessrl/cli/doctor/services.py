@@ -1,6 +1,5 @@
 """What else has to answer: the gateway, its store and controllers, engines, a cluster."""
 
-import shutil
 import sqlite3
 import tempfile
 import time
@@ -100,11 +99,11 @@ def controller(config: Config) -> str | None:
 
 def engine(config: Config) -> str | None:
     """Engines that are registered, or that the configuration names."""
-    settings = config.engine.model_dump()
-    urls = [settings["url"]] if settings.get("url") else []
-    program = (settings.get("command") or ["vllm"])[0]
-    if settings.get("kind") == "vllm" and not urls and not shutil.which(program):
-        raise ValueError(f"engine.command: there is no program {program}: install vLLM, or give its path")
+    from harnessrl.cli.services import vllm_command
+
+    if config.engine.kind == "vllm" and not config.engine.url:
+        vllm_command(config)  # says what to do where there is none
+    urls = [config.engine.url] if config.engine.url else []
     if config.gateway.url:
         urls += [endpoint.endpoint.removesuffix("/v1") for endpoint in _ask(config, list_endpoints())]
     if not urls:
