@@ -6,13 +6,14 @@ one named.
 
 import difflib
 import io
+import re
 import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from harnessrl.schemas import Json, KubernetesRun, LocalRun
 from harnessrl.trainer.algorithm import AlgorithmConfig
@@ -73,6 +74,20 @@ class GatewayConfig(Section):
     port: Annotated[int, Field(ge=0)] = 0
     hold_seconds: float = 600
     """Longest time that a model request waits for an update before it is answered 429."""
+    agents: dict[str, str] = {}
+    """Agents by name: a regular expression each. Calls whose system text matches are that agent's."""
+    accept_rendered: bool = False
+    """Train through a renderer that can't continue a history token by token: each turn is then a fork."""
+
+    @field_validator("agents")
+    @classmethod
+    def _are_expressions(cls, agents: dict[str, str]) -> dict[str, str]:
+        for name, pattern in agents.items():
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"the rule of {name!r} is no regular expression: {error}") from error
+        return agents
 
 
 class ControllerConfig(Section):

@@ -175,6 +175,10 @@ def gateway_service(config: Config, folder: Path, key: str) -> Service:
         ]  # fmt: skip
         if collect.eval_temperature is not None:
             given += ["--val-temperature", str(collect.eval_temperature)]
+        if config.gateway.accept_rendered:
+            given.append("--accept-rendered")
+        for name, pattern in config.gateway.agents.items():
+            given += ["--agent", f"{name}={pattern}"]
         return [*OURS, "gateway", *given]
 
     return Service(folder, "gateway", command, secret(key), READY)
