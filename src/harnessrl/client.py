@@ -21,6 +21,7 @@ from pydantic import BaseModel, TypeAdapter
 from harnessrl.schemas import (
     AttemptEnd,
     Call,
+    Change,
     Claim,
     ClaimRequest,
     Endpoint,
@@ -265,8 +266,8 @@ class AsyncClient:
 
     async def rollout_changes(
         self, after: int | None = None, connected: asyncio.Event | None = None
-    ) -> AsyncIterator[tuple[int, str, State]]:
-        """(cursor, rollout id, new state) as they happen; ends when the connection does.
+    ) -> AsyncIterator[tuple[int, str, Change]]:
+        """(cursor, rollout id, new state or `deleted`) as they happen; ends when the connection does.
 
         With `after`, first those since that cursor; without, only new ones: those after `connected` is set.
         """
@@ -289,4 +290,4 @@ class AsyncClient:
         await self._http.aclose()
 
 
-_CHANGE = TypeAdapter(tuple[int, str, State])
+_CHANGE = TypeAdapter(tuple[int, str, Change])

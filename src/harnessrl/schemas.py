@@ -16,6 +16,7 @@ from pydantic import (
 )
 
 State = Literal["queuing", "running", "succeeded", "failed"]
+Change = State | Literal["deleted"]
 TERMINAL: frozenset[str] = frozenset({"succeeded", "failed"})
 FailureKind = Literal["agent", "infra"]
 Mode = Literal["train", "val"]
@@ -73,7 +74,7 @@ class LocalRun(Wire):
 
 
 class KubernetesRun(Wire):
-    extensions = frozenset({"image", "command", "env", "resources"})
+    extensions = frozenset({"image", "command", "env", "resources", "user", "cwd", "setup", "evaluate"})
 
     job_template: str | None = None
     """A Jinja template of a `batch/v1` Job, as in v1.0 (`job_name`, `input`, filter `yaml_escape`)."""
@@ -83,6 +84,15 @@ class KubernetesRun(Wire):
     env: dict[str, str] | None = None
     resources: Json | None = None
     """`requests` and `limits` of the container, as Kubernetes takes them."""
+    user: Annotated[int, Field(ge=0)] | None = None
+    """User id; 0 is root. Unset: the image's own, which must not be root."""
+    cwd: str | None = None
+    """Working directory; default: the image's own. With `setup` or `evaluate` a fresh folder, by default
+    `/rollout`, which they share with the agent."""
+    setup: list[str] | None = None
+    """Run to completion before the agent, in the same image; a failure is infrastructure's."""
+    evaluate: list[str] | None = None
+    """Run after the agent ended well, in the same image, with a key that may reward."""
 
 
 class RolloutConfig(Wire):
@@ -97,6 +107,11 @@ class RolloutConfig(Wire):
     """Whose reward counts; default `evaluator` where an evaluation command is set, else `agent`."""
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     """Higher starts first; default 0."""
+
+    @property
+    def evaluated(self) -> bool:
+        """It has an evaluation command, which runs within the attempt."""
+        return any(run is not None and run.evaluate is not None for run in (self.local, self.k8s))
 
 
 class Metadata(Wire):

@@ -52,7 +52,7 @@ def test_the_key_is_in_the_secret_only() -> None:
     reference = env["OPENAI_API_KEY"]["valueFrom"]["secretKeyRef"]
     job["metadata"]["uid"] = "u"
     hidden = secret(claim(KubernetesRun(image="agent:1")), "c1", job)
-    assert hidden["stringData"] == {reference["key"]: "the-key"}
+    assert hidden["stringData"] == {reference["key"]: "the-key", "evaluator": ""}
     assert hidden["metadata"]["name"] == reference["name"]
     assert hidden["metadata"]["ownerReferences"][0]["uid"] == "u"
 
@@ -62,6 +62,28 @@ def test_every_job_is_bounded() -> None:
     assert (spec["backoffLimit"], spec["activeDeadlineSeconds"]) == (0, 30 + 60 + 100)
     pod = spec["template"]["spec"]
     assert (pod["restartPolicy"], pod["automountServiceAccountToken"]) == ("Never", False)
+
+
+def test_the_evaluation_has_its_own_key_and_the_same_folder() -> None:
+    run = KubernetesRun(image="agent:1", command=["run"], setup=["prepare"], evaluate=["grade"])
+    given = claim(run).model_copy(update={"evaluator_key": "its-key"})
+    job = manifest(given, "c1", "http://gateway:8080", OPTIONS)
+    pod = job["spec"]["template"]["spec"]
+    stages = [*pod["initContainers"], *pod["containers"]]
+    assert [stage["name"] for stage in stages] == ["setup", "agent", "evaluate"]
+    keys = [v["valueFrom"]["secretKeyRef"]["key"] for s in stages for v in s["env"] if v["name"] == "AGL_KEY"]
+    assert keys == ["agent", "agent", "evaluator"]
+    assert {(s["workingDir"], s["volumeMounts"][0]["mountPath"]) for s in stages} == {("/rollout", "/rollout")}
+    hidden = secret(given, "c1", {"metadata": {"name": "j", "uid": "u"}})
+    assert hidden["stringData"] == {"agent": "the-key", "evaluator": "its-key"}
+
+
+@pytest.mark.parametrize("user", [None, 0, 1000])
+def test_images_do_not_run_as_root_unless_told_to(user: int | None) -> None:
+    job = made(KubernetesRun(image="agent:1", user=user))
+    context = job["spec"]["template"]["spec"]["containers"][0]["securityContext"]
+    assert (context["runAsNonRoot"], context.get("runAsUser")) == (user != 0, user)
+    assert context["capabilities"] == {"drop": ["ALL"]} and not context["allowPrivilegeEscalation"]
 
 
 TEMPLATE = """
@@ -85,6 +107,7 @@ def test_templates_of_v1() -> None:
     job = made(KubernetesRun(job_template=TEMPLATE), {"q": 'say "hi"\nand: {go}'})
     assert job["metadata"]["labels"]["team"] == "a" and job["spec"]["backoffLimit"] == 0
     env = {v["name"]: v.get("value") for v in job["spec"]["template"]["spec"]["containers"][0]["env"]}
+    assert "securityContext" not in str(job)
     assert env["QUESTION"] == 'say "hi"\nand: {go}'
     assert env["OPENAI_API_KEY"] == "own" and "AGL_EVENT_URL" in env
 
@@ -129,13 +152,32 @@ def terminated(code: int, reason: str = "Error", message: str = "") -> Json:
 
 
 WAITING = {"waiting": {"reason": "ErrImagePull", "message": "no such image"}}
+AS_ROOT = {
+    "waiting": {
+        "reason": "CreateContainerConfigError",
+        "message": "container has runAsNonRoot and image will run as root (pod: x, container: agent)",
+    }
+}
+RUNNING = {"running": {"startedAt": ago(400)}}
+
+
+def staged(agent: Json, evaluation: Json) -> Json:
+    """The pod of a rollout that is evaluated."""
+    phase = "Failed" if "terminated" in {**evaluation} or agent.get("terminated", {}).get("exitCode") else "Running"
+    init = [{"name": "agent", "image": "agent:1", "state": agent}]
+    found = pod(phase, evaluation, initContainerStatuses=init)
+    found["status"]["containerStatuses"][0]["name"] = "evaluate"
+    return found
+
+
 UNSCHEDULABLE = [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/1 nodes"}]
 FAILED = [{"type": "Failed", "status": "True", "reason": "BackoffLimitExceeded", "message": "m"}]
 DEADLINE = [{"type": "Failed", "status": "True", "reason": "DeadlineExceeded", "message": "m"}]
 GOING: dict[str, Seen] = {
     "no pod yet": Seen(job()),
     "pulling": Seen(job(), pod("Pending", WAITING)),
-    "running": Seen(job(500), pod("Running", {"running": {"startedAt": ago(400)}})),
+    "running": Seen(job(500), pod("Running", RUNNING)),
+    "running, to be evaluated": Seen(job(500), staged(RUNNING, {"waiting": {"reason": "PodInitializing"}})),
 }
 ENDS: dict[str, tuple[Seen, str | None, str | None]] = {
     "success": (Seen(job(), pod("Succeeded", terminated(0, "Completed"))), None, None),
@@ -145,6 +187,9 @@ ENDS: dict[str, tuple[Seen, str | None, str | None]] = {
     "no such program": (Seen(job(), pod("Failed", terminated(128, "StartError", "no x"))), "no x", "infra"),
     "evicted": (Seen(job(), pod("Failed", reason="Evicted", message="disk")), "Evicted: disk", "infra"),
     "image": (Seen(job(61), pod("Pending", WAITING)), "ErrImagePull: no such image", "infra"),
+    "as root": (Seen(job(), pod("Pending", AS_ROOT)), "set `user`", "infra"),
+    "exit code, not evaluated": (Seen(job(), staged(terminated(3), {"waiting": {}})), "agent exited with", None),
+    "evaluation": (Seen(job(), staged(terminated(0), terminated(3))), "evaluate exited with code 3", "infra"),
     "capacity": (Seen(job(61), pod("Pending", conditions=UNSCHEDULABLE)), "Unschedulable: 0/1 nodes", "infra"),
     "quota": (Seen(job(61)), "no pod was made", "infra"),
     "pod deleted": (

@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import pytest
 from processes import KEY, Gateway, Process, until
 
-from harnessrl.client import create_rollouts, get_events, patch_rollout
-from harnessrl.schemas import KubernetesRun, NewRollout, Rollout, RolloutConfig, StatusPatch
+from harnessrl.client import create_rollouts, delete_rollout, get_events
+from harnessrl.schemas import KubernetesRun, NewRollout, Rollout, RolloutConfig
 
 pytest.importorskip("kubernetes_asyncio", reason="pip install harnessrl[k8s]")
 import yaml  # noqa: E402
@@ -174,6 +174,39 @@ def test_a_command_runs_and_leaves_nothing(cluster: Cluster, controller: Process
     until(lambda: not cluster.left())
 
 
+def test_an_evaluation_rewards_what_the_agent_left(cluster: Cluster, controller: Process, gateway: Gateway) -> None:
+    """Set-up, agent and evaluation, one after the other in one folder; the agent's own reward does not count."""
+    folder = cluster.folder / uuid.uuid4().hex
+    folder.mkdir()
+    agent = """
+import urllib.error
+try:
+    exec(open("reward").read())
+except urllib.error.HTTPError as error:
+    open("refused", "w").write(str(error))
+"""
+    run = KubernetesRun(
+        image=IMAGE,
+        cwd=str(folder) if LOCAL else None,
+        setup=[PYTHON, "-c", f"open('reward', 'w').write({REWARD!r}); print('set up')"],
+        command=[PYTHON, "-c", agent],
+        evaluate=[PYTHON, "-c", f"print(open('refused').read())\n{REWARD}"],
+    )
+    (rollout,) = cluster.post(run)
+    status = gateway.ended(rollout).status
+    assert status.state == "succeeded", status.error_message
+    (reward,) = gateway.ask(get_events(rollout.rollout_id, "reward"))
+    assert reward.data == {"value": 1.0}
+    assert gateway.ask(get_events(rollout.rollout_id, "log"))[0].data["text"].startswith("set up\nHTTP Error 403")
+    (failing,) = cluster.post(run.model_copy(update={"command": [PYTHON, "-c", "raise SystemExit(3)"]}))
+    assert "container agent exited with code 3" in (gateway.ended(failing).status.error_message or "")
+    assert not gateway.ask(get_events(failing.rollout_id, "reward"))
+    (slow,) = cluster.post(run.model_copy(update={"evaluate": ["sleep", "60"]}), timeout_seconds=2)
+    status = gateway.ended(slow).status
+    assert (status.failure_kind, status.error_message) == ("infra", "the Job timed out after 2 s (evaluate)")
+    until(lambda: not cluster.left())
+
+
 TEMPLATE = """
 apiVersion: batch/v1
 kind: Job
@@ -223,8 +256,8 @@ def test_cancelling_deletes_the_job(cluster: Cluster, controller: Process, gatew
     (rollout,) = cluster.sleepers(60)
     gateway.running(rollout)
     until(lambda: len(cluster.left()) == 3)
-    gateway.ask(patch_rollout(rollout.rollout_id, StatusPatch(state="failed", error_message="by the user")))
-    until(lambda: not cluster.left())
+    gateway.ask(delete_rollout(rollout.rollout_id))
+    until(lambda: not cluster.left(), seconds=4)  # the lease would be renewed after 5
 
 
 @pytest.mark.parametrize("what", ["job", "pod"])
@@ -286,7 +319,7 @@ def test_an_api_server_that_is_away(cluster: Cluster, controller: Process, gatew
     os.kill(server, signal.SIGSTOP)
     try:
         (later,) = cluster.sleepers(0)
-        time.sleep(3)
+        time.sleep(6)  # longer than --pending-seconds
     finally:
         os.kill(server, signal.SIGCONT)
     assert gateway.ended(rollout, 60).status.state == "succeeded"

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from processes import KEY, Gateway, alive, until
 
-from harnessrl.client import delete_rollout, get_events, patch_rollout
-from harnessrl.schemas import LocalRun, Rollout, StatusPatch
+from harnessrl.client import get_events
+from harnessrl.schemas import LocalRun, Rollout
 
 REWARD = "import harness_agents as a; a.reward()"
 
@@ -131,20 +131,6 @@ def test_nothing_of_an_ended_rollout_stays(gateway: Gateway) -> None:
     (rollout,) = gateway.post(LocalRun(agent_class="harness_agents:Daemonizer", env={"MARK": mark}))
     assert gateway.ended(rollout).status.state == "succeeded"
     assert not alive(mark)
-
-
-@pytest.mark.parametrize("how", ["cancelled", "deleted"])
-def test_cancelling_stops_it(gateway: Gateway, how: str) -> None:
-    mark = uuid.uuid4().hex
-    (rollout,) = gateway.post(LocalRun(command=["sleep", "60"], env={"MARK": mark}))
-    until(lambda: alive(mark))
-    if how == "cancelled":
-        gateway.ask(patch_rollout(rollout.rollout_id, StatusPatch(state="failed", error_message="by the user")))
-    else:
-        gateway.ask(delete_rollout(rollout.rollout_id))
-    until(lambda: not alive(mark), seconds=12)
-    if how == "cancelled":
-        assert gateway.rollout(rollout.rollout_id).status.error_message == "by the user"
 
 
 def test_infrastructure_failures_are_tried_again(gateway: Gateway, tmp_path: Path) -> None:

@@ -12,10 +12,18 @@ from pathlib import Path
 import pytest
 from processes import Gateway, Start, alive, until
 
-from harnessrl.client import create_rollouts, get_events, list_rollouts, pause, resume
+from harnessrl.client import (
+    create_rollouts,
+    delete_rollout,
+    get_events,
+    list_rollouts,
+    patch_rollout,
+    pause,
+    resume,
+)
 from harnessrl.controller.environment import StartError
 from harnessrl.controller.warm import WarmServers, Warmth
-from harnessrl.schemas import LocalRun, NewRollout, Pause, RolloutConfig
+from harnessrl.schemas import LocalRun, NewRollout, Pause, RolloutConfig, StatusPatch
 
 
 def sleepers(mark: str, seconds: str = "60") -> LocalRun:
@@ -57,6 +65,21 @@ def test_sigterm_stops_all_agents(gateway: Gateway, start: Start) -> None:
     assert not alive(mark)
     status = gateway.ended(rollouts[0], seconds=1).status
     assert (status.failure_kind, "the controller was stopped" in (status.error_message or "")) == ("infra", True)
+
+
+@pytest.mark.parametrize("how", ["cancelled", "deleted"])
+def test_cancelling_stops_it_at_once(gateway: Gateway, start: Start, how: str) -> None:
+    start("--lease-seconds", "60")
+    mark = uuid.uuid4().hex
+    (rollout,) = gateway.post(LocalRun(command=["sleep", "60"], env={"MARK": mark}))
+    until(lambda: alive(mark))
+    if how == "cancelled":
+        gateway.ask(patch_rollout(rollout.rollout_id, StatusPatch(state="failed", error_message="by the user")))
+    else:
+        gateway.ask(delete_rollout(rollout.rollout_id))
+    until(lambda: not alive(mark), seconds=8)  # a lease would be renewed after 20
+    if how == "cancelled":
+        assert gateway.rollout(rollout.rollout_id).status.error_message == "by the user"
 
 
 def test_agents_of_a_killed_controller_are_adopted(gateway: Gateway, start: Start, tmp_path: Path) -> None:

@@ -27,7 +27,9 @@ CLAIM_ANNOTATION = "harnessrl/claim"
 """Different for each claim, also of a rollout that was deleted and made again under its old id."""
 
 _SECRET_NAMES = ("AGL_KEY", "OPENAI_API_KEY", "ANTHROPIC_API_KEY")
-_NEVER_STARTS = ("InvalidImageName", "ErrImageNeverPull")
+_RUNS_AS_ROOT = "CreateContainerConfigError: container has runAsNonRoot"
+_NEVER_STARTS = ("InvalidImageName", "ErrImageNeverPull", _RUNS_AS_ROOT)
+_NOT_THE_AGENT = ("setup", "evaluate")
 _STUCK = (
     "ErrImagePull",
     "ImagePullBackOff",
@@ -108,32 +110,35 @@ def manifest(claim: Claim, controller: str, agent_url: str, options: JobOptions)
     pod = template["spec"]
     pod["restartPolicy"] = "Never"
     pod.setdefault("automountServiceAccountToken", False)
-    own = _environment(claim, agent_url, name)
     for container in [*pod.get("initContainers", []), *pod["containers"]]:
+        evaluates = claim.evaluator_key and container["name"] == "evaluate"
+        own = _environment(claim, agent_url, name, "evaluator" if evaluates else "agent")
         named = {variable["name"] for variable in container.get("env") or []}
         container["env"] = [v for v in own if v["name"] not in named] + (container.get("env") or [])
     return job
 
 
 def secret(claim: Claim, controller: str, job: Json) -> Json:
-    """The attempt's key; the Job, as created, owns it, so that they go together."""
+    """The attempt's keys; the Job, as created, owns them, so that they go together."""
     meta = job["metadata"]
     owner = {"apiVersion": "batch/v1", "kind": "Job", "name": meta["name"], "uid": meta["uid"]}
     return {
         "apiVersion": "v1",
         "kind": "Secret",
         "metadata": {"name": meta["name"], "labels": {CONTROLLER_LABEL: controller}, "ownerReferences": [owner]},
-        "stringData": {"key": claim.agent_key},
+        "stringData": {"agent": claim.agent_key, "evaluator": claim.evaluator_key or ""},
     }
 
 
-def _environment(claim: Claim, agent_url: str, secret_name: str) -> list[Json]:
-    reference = {"valueFrom": {"secretKeyRef": {"name": secret_name, "key": "key"}}}
+def _environment(claim: Claim, agent_url: str, secret_name: str, whose: str) -> list[Json]:
+    reference = {"valueFrom": {"secretKeyRef": {"name": secret_name, "key": whose}}}
     known = model_environment(agent_url, claim, key="")
     return [{"name": n, **(reference if n in _SECRET_NAMES else {"value": value})} for n, value in known.items()]
 
 
 def _from_template(text: str, claim: Claim, name: str) -> Json:
+    if claim.rollout.config.evaluated:
+        raise StartError("`evaluate` needs an `image`: with a `job_template`, reward from outside of the Job")
     jinja = jinja2.Environment(undefined=jinja2.StrictUndefined)
     jinja.filters["yaml_escape"] = _yaml_escape
     rollout = claim.rollout
@@ -168,24 +173,48 @@ def _from_image(claim: Claim, name: str, options: JobOptions) -> Json:
     assert run is not None
     if not run.image:
         raise StartError("`k8s` needs an `image` (and usually a `command`), or a `job_template`")
-    container: Json = {
-        "name": "agent",
+    common: Json = {
         "image": run.image,
         "env": [{"name": n, "value": rendered(v, claim)} for n, v in (run.env or {}).items()],
-        "securityContext": {"allowPrivilegeEscalation": False, "seccompProfile": {"type": "RuntimeDefault"}},
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "runAsNonRoot": run.user != 0,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
     }
-    if run.command:
-        # Kubernetes expands $(NAME) in commands; a task's text must arrive as it is.
-        container["command"] = [rendered(item, claim).replace("$(", "$$(") for item in run.command]
+    if run.user is not None:
+        common["securityContext"]["runAsUser"] = run.user
     if run.resources:
-        container["resources"] = run.resources
-    pod = {"containers": [container], "terminationGracePeriodSeconds": options.grace_seconds}
+        common["resources"] = run.resources
+    if run.cwd:
+        common["workingDir"] = run.cwd
+    pod: Json = {"terminationGracePeriodSeconds": options.grace_seconds}
+    if run.setup or run.evaluate:
+        shared = run.cwd or "/rollout"
+        common.update(workingDir=shared, volumeMounts=[{"name": "rollout", "mountPath": shared}])
+        pod["volumes"] = [{"name": "rollout", "emptyDir": {}}]
+    stages = [
+        _container(stage, command, common, claim)
+        for stage, command in (("setup", run.setup), ("agent", run.command), ("evaluate", run.evaluate))
+        if command or stage == "agent"
+    ]
+    # A pod's init containers run one after the other, each after the one before ended well.
+    pod.update(initContainers=stages[:-1], containers=stages[-1:])
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
         "metadata": {"name": name},
         "spec": {"template": {"spec": pod}},
     }
+
+
+def _container(stage: str, command: list[str] | None, common: Json, claim: Claim) -> Json:
+    container = {"name": stage, **common}
+    if command:
+        # Kubernetes expands $(NAME) in commands; a task's text must arrive as it is.
+        container["command"] = [rendered(item, claim).replace("$(", "$$(") for item in command]
+    return container
 
 
 # --------------------------------------------------------------------------------- what happened
@@ -202,13 +231,32 @@ class Seen:
 
 
 def started_at(seen: Seen) -> float | None:
-    """Epoch seconds at which the agent's container began to run."""
-    for status in _statuses(seen.pod, "containerStatuses"):
+    """Epoch seconds at which set-up, agent or evaluation, whichever came last, began to run."""
+    for status in reversed(_stages(seen.pod)):
         state = status.get("state", {})
         begun = (state.get("running") or state.get("terminated") or {}).get("startedAt")
         if begun:
             return _epoch(begun)
     return None
+
+
+def _stages(pod: Json | None) -> list[Json]:
+    """Statuses of the containers that count as the attempt: other init containers belong to its preparation."""
+    init = [status for status in _statuses(pod, "initContainerStatuses") if status["name"] in ("setup", "agent")]
+    return init + _statuses(pod, "containerStatuses")
+
+
+def begun(pod: Json) -> list[str]:
+    """Names of the containers that have run, in their order."""
+    statuses = _statuses(pod, "initContainerStatuses") + _statuses(pod, "containerStatuses")
+    return [status["name"] for status in statuses if status.get("state", {}).keys() & {"running", "terminated"}]
+
+
+def timed_out(seen: Seen, seconds: float) -> AttemptEnd:
+    """Whose fault it is depends on which stage took too long."""
+    stage = next(reversed(begun(seen.pod or {})), "agent")
+    message = f"the Job timed out after {seconds:g} s ({stage})"
+    return AttemptEnd(ok=False, error_message=message, failure_kind="infra" if stage in _NOT_THE_AGENT else "agent")
 
 
 def verdict(seen: Seen, pending_seconds: float) -> AttemptEnd | None:
@@ -255,7 +303,9 @@ def why_pending(seen: Seen) -> str:
         for status in _statuses(seen.pod, kind):
             waiting = status.get("state", {}).get("waiting") or {}
             if waiting.get("reason") in (*_STUCK, *_NEVER_STARTS):
-                return f"{waiting['reason']}: {waiting.get('message') or status['image']}"
+                reason = f"{waiting['reason']}: {waiting.get('message') or status['image']}"
+                as_root = reason.startswith(_RUNS_AS_ROOT)
+                return f"{reason}; set `user` in the rollout's `k8s`, 0 for root" if as_root else reason
     for condition in seen.pod.get("status", {}).get("conditions") or []:
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
             return f"{condition.get('reason')}: {condition.get('message')}"
@@ -277,12 +327,12 @@ def _of_pod(pod: Json, gone: set[str]) -> AttemptEnd | None:
 
 
 def _of_containers(pod: Json) -> AttemptEnd:
-    owners: list[tuple[str, FailureKind | None]] = [("initContainerStatuses", "infra"), ("containerStatuses", None)]
-    for kind, owner in owners:
-        for status in _statuses(pod, kind):
-            ended = status.get("state", {}).get("terminated")
-            if ended and ended["exitCode"]:
-                return _of_container(status["name"], ended, owner)
+    agents = _stages(pod)
+    for status in _statuses(pod, "initContainerStatuses") + _statuses(pod, "containerStatuses"):
+        ended = status.get("state", {}).get("terminated")
+        if ended and ended["exitCode"]:
+            owner = None if status in agents and status["name"] not in _NOT_THE_AGENT else "infra"
+            return _of_container(status["name"], ended, owner)
     return _infra(f"its pod failed: {pod['status'].get('reason')}: {pod['status'].get('message')}")
 
 

@@ -6,6 +6,7 @@ from there, and read anew when the server no longer has the changes in between (
 """
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -28,10 +29,12 @@ from harnessrl.controller.jobs import (
     TIMEOUT_ANNOTATION,
     JobOptions,
     Seen,
+    begun,
     has_ended,
     manifest,
     secret,
     started_at,
+    timed_out,
     verdict,
 )
 from harnessrl.controller.local import shortened
@@ -76,24 +79,23 @@ class KubernetesAttempt:
         self._timeout = float(notes[TIMEOUT_ANNOTATION])
         self._stopped: StopReason | None = None
         self._log: str | None = None
+        self._away_before = runner.away_seconds()
 
     def deadline(self) -> float:
-        begun = started_at(self.seen)
-        return (time.time() if begun is None else begun) + self._timeout + self.held_seconds
+        since = started_at(self.seen)
+        return (time.time() if since is None else since) + self._timeout + self.held_seconds
 
     def stop(self, reason: StopReason, at_once: bool = False) -> None:
         self._stopped = self._stopped or reason
         self.changed.set()
 
     async def wait(self) -> AttemptEnd:
-        pending = self._runner.options.jobs.pending_seconds
-        while not (end := self._stop_verdict() or verdict(self.seen, pending)):
+        wake = min(self._runner.options.jobs.pending_seconds, 30)  # the pending time ends without an event
+        while not (end := self._stop_verdict() or await self._verdict()):
             self.changed.clear()
-            try:
-                async with asyncio.timeout(min(pending, 30)):  # the pending time ends without an event
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wake):
                     await self.changed.wait()
-            except TimeoutError:
-                continue
         self._log = await self._runner.read_log(self.seen)
         if self._stopped or not (end.ok or has_ended(self.seen)):
             await self._runner.delete_job(self.job)
@@ -110,12 +112,22 @@ class KubernetesAttempt:
         except TimeoutError:
             log.warning("Job %s is still not gone: the cluster has to see to it", self.job)
 
+    async def _verdict(self) -> AttemptEnd | None:
+        """The time that the API server is away does not count as pending: ask it, before saying that it is over."""
+        end = verdict(self.seen, self._pending_seconds())
+        if end is None or end.ok or has_ended(self.seen) or started_at(self.seen):
+            return end
+        await self._runner.look_again(self)
+        return verdict(self.seen, self._pending_seconds())
+
+    def _pending_seconds(self) -> float:
+        return self._runner.options.jobs.pending_seconds + self._runner.away_seconds() - self._away_before
+
     def _stop_verdict(self) -> AttemptEnd | None:
         if self._stopped is None:
             return None
         if self._stopped == "timeout":
-            message = f"the Job timed out after {self._timeout:g} s"
-            return AttemptEnd(ok=False, error_message=message, failure_kind="agent")
+            return timed_out(self.seen, self._timeout)
         return AttemptEnd(ok=False, error_message="the Job was stopped", failure_kind="infra")
 
     async def output(self, limit: int) -> Json | None:
@@ -190,6 +202,18 @@ class KubernetesRunner:
         self._requests = asyncio.Semaphore(options.requests_at_once)
         self._next_creation = 0.0
         self._tasks: list[asyncio.Task[None]] = []
+        self._away = 0.0
+        self._away_since: float | None = None
+
+    def away_seconds(self) -> float:
+        """How long the API server has not answered, in all."""
+        return self._away + (time.monotonic() - self._away_since if self._away_since else 0)
+
+    def _answered(self, yes: bool, asked_at: float) -> None:
+        if not yes:
+            self._away_since = self._away_since or asked_at
+        else:
+            self._away, self._away_since = self.away_seconds(), None
 
     async def __aenter__(self) -> "KubernetesRunner":
         self._api = await _connect(self.options.kubeconfig)
@@ -261,20 +285,27 @@ class KubernetesRunner:
             if error.status != 404:
                 raise
 
+    async def look_again(self, attempt: KubernetesAttempt) -> None:
+        """Read its pods anew, however long that takes."""
+        which = f"job-name={attempt.job}"
+        pods = await self._json(self._core.list_namespaced_pod, self.options.namespace, label_selector=which)
+        for pod in pods["items"]:
+            self._see_pod("MODIFIED", pod)
+
     async def read_log(self, seen: Seen) -> str | None:
-        """The last lines of the agent's container, if there are any."""
-        if seen.pod is None or started_at(seen) is None:
-            return None
-        pod, space = seen.pod["metadata"]["name"], self.options.namespace
-        container = seen.pod["spec"]["containers"][0]["name"]
-        try:
-            return (
-                await self._text(
-                    self._core.read_namespaced_pod_log, pod, space, container=container, tail_lines=_LOG_LINES
-                )
-            ).decode(errors="replace")
-        except client.ApiException:
-            return None  # the pod or its node is gone, and its log with it
+        """The last lines of the containers that have run, if there are any."""
+        texts = []
+        for container in begun(seen.pod or {}):
+            assert seen.pod is not None
+            where = (seen.pod["metadata"]["name"], self.options.namespace)
+            # The pod or its node may be gone, and its log with it; a node that is away may never answer.
+            with contextlib.suppress(client.ApiException, TimeoutError):
+                async with asyncio.timeout(_GONE_SECONDS):
+                    text = await self._text(
+                        self._core.read_namespaced_pod_log, *where, container=container, tail_lines=_LOG_LINES
+                    )
+                    texts.append(text.decode(errors="replace"))
+        return "".join(texts) or None
 
     # ------------------------------------------------------------------------ following the cluster
 
@@ -342,6 +373,7 @@ class KubernetesRunner:
                     known[item["metadata"]["uid"]] = item
                 see(event["type"], item)
         except _LOST as error:
+            self._answered(False, time.monotonic())
             log.warning("watch of the API server broke off: %s", error or type(error).__name__)
             await asyncio.sleep(1)
         except client.ApiException as error:
@@ -426,14 +458,19 @@ class KubernetesRunner:
     async def _patiently(self, once: Callable[[], Awaitable[T]]) -> T:
         pause = 0.5
         while True:
+            asked_at = time.monotonic()
             try:
                 async with self._requests:
-                    return await once()
+                    answer = await once()
+                    self._answered(True, asked_at)
+                    return answer
             except client.ApiException as error:
                 if error.status != 429 and error.status < 500:
                     raise
+                self._answered(error.status == 429, asked_at)
                 why, wanted = _message(error), float((error.headers or {}).get("Retry-After") or 0)
             except _LOST as error:
+                self._answered(False, asked_at)
                 why, wanted = str(error) or type(error).__name__, 0.0
             log.warning("the API server: %s; trying again", why)
             await asyncio.sleep(max(pause, wanted))

@@ -160,7 +160,7 @@ class Controller:
                     pauses = self._pauses()
                     if state == "queuing":
                         self._look_again()
-                    elif state in TERMINAL and rollout_id in self._attempts:
+                    elif state != "running" and rollout_id in self._attempts:
                         self._attempts[rollout_id].stop("lost")
             except (httpx.HTTPError, GatewayError) as error:
                 log.warning("no change stream from the gateway: %s", _why(error))

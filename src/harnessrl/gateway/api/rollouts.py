@@ -95,14 +95,13 @@ async def claim(rollout_id: RolloutId, body: ClaimRequest, gateway: GatewayDep) 
     gateway.heard("controller", body.controller)
     config = rollout.config
     lasts = config.timeout_seconds + _TOKEN_GRACE_SECONDS
-    evaluated = config.local is not None and config.local.evaluate is not None
     token = gateway.auth.token
     return answer(
         Claim(
             rollout=rollout,
             attempt_id=attempt_id,
             agent_key=token("agent", lasts, rollout_id, attempt_id),
-            evaluator_key=token("evaluator", lasts, rollout_id, attempt_id) if evaluated else None,
+            evaluator_key=token("evaluator", lasts, rollout_id, attempt_id) if config.evaluated else None,
         )
     )
 

@@ -15,6 +15,7 @@ from harnessrl.schemas import (
     TERMINAL,
     AttemptEnd,
     Call,
+    Change,
     Endpoint,
     Event,
     Json,
@@ -228,8 +229,8 @@ class Store(Protocol):
         """Writes that wait for their commit."""
         ...
 
-    def changes(self, after: int | None) -> AsyncIterator[tuple[int, str, State]]:
-        """(cursor, rollout id, state) of each state change, from `after` on, then live."""
+    def changes(self, after: int | None) -> AsyncIterator[tuple[int, str, Change]]:
+        """(cursor, rollout id, state) of each state change or deletion, from `after` on, then live."""
         ...
 
     async def close(self) -> None: ...

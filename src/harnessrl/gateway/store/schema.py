@@ -31,7 +31,7 @@ CREATE UNIQUE INDEX rollouts_by_end ON rollouts (ended) WHERE ended IS NOT NULL;
 CREATE INDEX rollouts_by_lease ON rollouts (lease_until) WHERE lease_until IS NOT NULL;
 CREATE INDEX rollouts_consumed ON rollouts (id) WHERE consumed;
 
-CREATE TABLE changes (                      -- each state that a rollout took
+CREATE TABLE changes (                      -- each state that a rollout took, or `deleted`
   cursor INTEGER PRIMARY KEY AUTOINCREMENT,
   rollout_id TEXT NOT NULL,
   state TEXT NOT NULL,

@@ -21,6 +21,7 @@ from harnessrl.schemas import (
     TERMINAL,
     AttemptEnd,
     Call,
+    Change,
     Endpoint,
     Event,
     Json,
@@ -224,7 +225,7 @@ class SqliteStore:
         db.execute("DELETE FROM fields WHERE rollout = ?", row)
         db.execute("DELETE FROM summaries WHERE rollout = ?", row)
         db.execute("DELETE FROM rollouts WHERE id = ?", row)
-        self._db.note(_Changed(rollout_id, None))
+        self._note_change(db, rollout_id, "deleted")
 
     # -------------------------------------------------------------------------------- attempts
 
@@ -536,10 +537,10 @@ class SqliteStore:
     async def size_bytes(self) -> int:
         return await self._db.read(_used_bytes)
 
-    def changes(self, after: int | None) -> AsyncIterator[tuple[int, str, State]]:
+    def changes(self, after: int | None) -> AsyncIterator[tuple[int, str, Change]]:
         return self._changes_since(self._cursor if after is None else after)
 
-    async def _changes_since(self, cursor: int) -> AsyncIterator[tuple[int, str, State]]:
+    async def _changes_since(self, cursor: int) -> AsyncIterator[tuple[int, str, Change]]:
         while True:
             changed = self._changed
             rows = await self._db.read(
@@ -596,14 +597,15 @@ def _last_attempt(db: sqlite3.Connection, rollout_id: str) -> str:
 
 def _access(db: sqlite3.Connection, rollout_id: str) -> Access:
     row = db.execute(
-        "SELECT state, tries, json_extract(config, '$.reward_from'), json_type(config, '$.local.evaluate') "
+        "SELECT state, tries, json_extract(config, '$.reward_from'), "
+        "'array' IN (json_type(config, '$.local.evaluate'), json_type(config, '$.k8s.evaluate')) "
         "FROM rollouts WHERE rollout_id = ?",
         (rollout_id,),
     ).fetchone()
     if row is None:
         raise NotFound("Rollout not found")
-    state, tries, reward_from, evaluate = row
-    return Access(state, tries, reward_from or ("evaluator" if evaluate == "array" else "agent"))
+    state, tries, reward_from, evaluated = row
+    return Access(state, tries, reward_from or ("evaluator" if evaluated else "agent"))
 
 
 def _evidence(db: sqlite3.Connection, rollout_id: str, attempt_id: str) -> Evidence:
@@ -627,7 +629,7 @@ def _evidence(db: sqlite3.Connection, rollout_id: str, attempt_id: str) -> Evide
         last_call=last_call,
         rewarded=rewarded is not None,
         reward_from=_access(db, rollout_id).reward_from,
-        evaluated=config.local is not None and config.local.evaluate is not None,
+        evaluated=config.evaluated,
         tries_left=(config.max_attempts or 1) - tries,
     )
 
