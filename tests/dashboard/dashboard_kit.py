@@ -1,5 +1,6 @@
 """Stores that dashboards are tested on: rollouts with calls, as a gateway would have recorded them."""
 
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -106,3 +107,37 @@ async def made_run(store: SqliteStore) -> None:
         rollout_id = f"{group}-{sample}"
         await store.add_call(call(rollout_id, 0, prompt, "ANSWER(9)", asked))
         await end(store, rollout_id, reward, error)
+
+
+async def fill(store: SqliteStore, number: int) -> None:
+    """Ended rollouts in groups of 8, written as rows: creating them one by one takes a minute."""
+    rows = [
+        (
+            f"many-{i // 8:06d}-{i % 8}",
+            f'{{"question": "This is task number {i // 8}, {"of some length " * 20}"}}',
+            '{"timeout_seconds": 600}',
+            f'{{"group_id": "many-{i // 8:06d}"}}',
+            "failed" if i % 10 == 7 else "succeeded",
+            1000.0 + i,
+            1005.0 + i,
+            f"exit code {i % 10}" if i % 10 == 7 else None,
+            "agent" if i % 10 == 7 else None,
+            i + 1,
+        )
+        for i in range(number)
+    ]
+
+    def job(db: sqlite3.Connection) -> None:
+        db.executemany(
+            "INSERT INTO rollouts (rollout_id, input, is_train, config, metadata, state, rank, created_at, "
+            "updated_at, error_message, failure_kind, ended) "
+            "VALUES (?, CAST(? AS BLOB), 1, CAST(? AS BLOB), CAST(? AS BLOB), ?, 0, ?, ?, ?, ?, ?)",
+            rows,
+        )
+        db.execute(
+            "INSERT INTO summaries SELECT id, (id % 11) / 10.0, id % 5, id % 700, "
+            "CASE WHEN id % 2 THEN 'solver' ELSE 'solver,critic' END, 'openai_chat', id / 100, id / 100 + id % 3 "
+            "FROM rollouts"
+        )
+
+    await store._db.write(job)

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from dashboard_kit import RUN, TOKENIZER, call, end, made_run, start
+from dashboard_kit import RUN, TOKENIZER, call, end, fill, made_run, start
 
 from harnessrl.dashboard.trace import _texts
 from harnessrl.gateway.store.schema import MIGRATIONS
@@ -219,40 +219,6 @@ async def test_ten_thousand_rollouts_are_filtered_in_a_moment(store: SqliteStore
                 f"{path} {search}: {1000 * (time.perf_counter() - began):.0f} ms, {response.json()['total']} found"
             )
             assert response.json()["total"] > 0
-
-
-async def fill(store: SqliteStore, number: int) -> None:
-    """Ended rollouts in groups of 8, written as rows: creating them one by one takes a minute."""
-    rows = [
-        (
-            f"many-{i // 8:06d}-{i % 8}",
-            f'{{"question": "This is task number {i // 8}, {"of some length " * 20}"}}',
-            '{"timeout_seconds": 600}',
-            f'{{"group_id": "many-{i // 8:06d}"}}',
-            "failed" if i % 10 == 7 else "succeeded",
-            1000.0 + i,
-            1005.0 + i,
-            f"exit code {i % 10}" if i % 10 == 7 else None,
-            "agent" if i % 10 == 7 else None,
-            i + 1,
-        )
-        for i in range(number)
-    ]
-
-    def job(db: sqlite3.Connection) -> None:
-        db.executemany(
-            "INSERT INTO rollouts (rollout_id, input, is_train, config, metadata, state, rank, created_at, "
-            "updated_at, error_message, failure_kind, ended) "
-            "VALUES (?, CAST(? AS BLOB), 1, CAST(? AS BLOB), CAST(? AS BLOB), ?, 0, ?, ?, ?, ?, ?)",
-            rows,
-        )
-        db.execute(
-            "INSERT INTO summaries SELECT id, (id % 11) / 10.0, id % 5, id % 700, "
-            "CASE WHEN id % 2 THEN 'solver' ELSE 'solver,critic' END, 'openai_chat', id / 100, id / 100 + id % 3 "
-            "FROM rollouts"
-        )
-
-    await store._db.write(job)
 
 
 async def test_a_run_is_followed_from_afar(store: SqliteStore, http: httpx.AsyncClient) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import importlib.util
 import signal
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,12 +53,15 @@ def train(
         run(load_config(config, overrides or []))
 
 
-def run(config: Config) -> Json:
-    """Train as `config` says and print what came of it; returns what `result.json` holds."""
+def run(config: Config, stay: bool = False) -> Json:
+    """Train as `config` says and print what came of it; returns what `result.json` holds.
+
+    `stay`: then go on serving the dashboard until Ctrl-C.
+    """
     with Console(stderr=True).status("starting"):
         check(config)
         from harnessrl.trainer.run import Run
-    return _train(Run.create(config))
+    return _train(Run.create(config), stay)
 
 
 def resumed(folder: Path) -> Json:
@@ -67,11 +71,26 @@ def resumed(folder: Path) -> Json:
     return _train(Run.resume(folder))
 
 
-def _train(run: "Run") -> Json:
+def _train(run: "Run", stay: bool = False) -> Json:
     console, began = Console(stderr=True), time.monotonic()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with contextlib.ExitStack() as stack:
+        result = _stoppable(run, stack, console)
+        result["seconds_total"] = round(time.monotonic() - began, 1)
+        result["versions"] = versions()
+        run.finish(result)
+        report(console, result, run.folder)
+        if stay and run.config.gateway.url is None:
+            console.print("The dashboard stays until Ctrl-C.")
+            with contextlib.suppress(KeyboardInterrupt):
+                threading.Event().wait()
+    return result
+
+
+def _stoppable(run: "Run", stack: contextlib.ExitStack, console: Console) -> Json:
+    """Train; when it is stopped, say how to go on."""
     try:
-        result = _with_services(run, console)
+        return _with_services(run, stack, console)
     except KeyboardInterrupt:
         more = (
             f"; `harnessrl train --resume {run.folder}` goes on from {run.checkpoint.name}"
@@ -80,17 +99,19 @@ def _train(run: "Run") -> Json:
         )
         console.print(f"stopped{more}", soft_wrap=True)
         raise
-    result["seconds_total"] = round(time.monotonic() - began, 1)
-    result["versions"] = versions()
-    run.finish(result)
-    report(console, result, run.folder)
-    return result
 
 
-def _with_services(run: "Run", console: Console) -> Json:
+def _with_services(run: "Run", outer: contextlib.ExitStack, console: Console) -> Json:
+    """`outer` keeps the gateway, which may outlast the training."""
     config = run.config
+    url, key = config.gateway.url, gateway_key(config, run.folder)
+    services: list[Service] = []
+    if url is None:
+        with console.status("starting the gateway"):
+            services.append(outer.enter_context(gateway_service(config, run.folder, key)))
+        url = services[-1].address
+        console.print(f"dashboard {page_address(url, key)}", highlight=False, soft_wrap=True)
     with contextlib.ExitStack() as stack:
-        services: list[Service] = []
         if config.engine.kind == "vllm":
             config = _with_engine(run, stack, services, console)
         with console.status(f"loading {config.model.path}"):
@@ -98,10 +119,6 @@ def _with_services(run: "Run", console: Console) -> Json:
 
             backend = open_backend(config, run.checkpoint, run.lineage)
             stack.callback(backend.close)
-        url, key = config.gateway.url, gateway_key(config, run.folder)
-        if url is None:
-            services.append(stack.enter_context(gateway_service(config, run.folder, key)))
-            url = services[-1].address
         if config.controller.runner == "local":
             services.append(stack.enter_context(controller_service(config, run.folder, url, key)))
         console.print(
@@ -120,6 +137,13 @@ def _with_engine(run: "Run", stack: contextlib.ExitStack, services: list[Service
             services.append(stack.enter_context(vllm_service(run.config, folder)))
         found["url"] = services[-1].address
     return run.config.model_copy(update={"engine": engine.model_copy(update=found)})
+
+
+def page_address(url: str, key: str) -> str:
+    """The dashboard's, with a key that may only look: behind a #, which no browser sends to a server."""
+    from harnessrl.gateway.auth import VIEW_SECONDS, Auth
+
+    return f"{url}/#key={Auth(key).token('viewer', VIEW_SECONDS)}" if key else f"{url}/"
 
 
 async def _loop(
@@ -194,6 +218,7 @@ def report(console: Console, result: Json, folder: Path) -> None:
         ("reward curve", folder / "reward.png"),
         ("checkpoint", result["checkpoint"]),
         ("every rollout", f"harnessrl rollouts ls {where}"),
+        *([("dashboard", f"harnessrl gateway {where}")] if store.exists() else []),
         ("next", "your own agent: docs/quickstart.md, “Your own agent”"),
     ):
         console.print(f"{what:<14} {value}", highlight=False, soft_wrap=True)

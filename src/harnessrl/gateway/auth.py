@@ -17,7 +17,7 @@ import orjson
 
 from harnessrl.gateway.store import Access
 
-__all__ = ["OPEN", "PROXY", "ROUTES", "Auth", "Caller", "Refused", "Role"]
+__all__ = ["OPEN", "PROXY", "ROUTES", "VIEW_SECONDS", "Auth", "Caller", "Refused", "Role"]
 
 Role = Literal["admin", "trainer", "controller", "evaluator", "agent", "viewer"]
 
@@ -71,6 +71,8 @@ ROUTES: dict[tuple[str, str], Roles] = {
     ("GET", "/api/dashboard/system"): _TRAINER | _VIEW,
 }
 
+VIEW_SECONDS = 30 * 86_400
+"""How long the key in a printed address of the dashboard is valid."""
 OPEN_ON_LOOPBACK = frozenset({"/docs", "/openapi.json", "/metrics"})
 RESERVED_EVENTS = frozenset({"model_request"})
 """What the gateway records itself: an agent can't forge it."""

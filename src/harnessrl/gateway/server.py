@@ -16,6 +16,7 @@ import uvicorn
 from fastapi import APIRouter
 
 from harnessrl.gateway.app import Gateway
+from harnessrl.gateway.auth import VIEW_SECONDS
 from harnessrl.gateway.settings import Settings
 from harnessrl.gateway.store import StoreError
 
@@ -104,6 +105,10 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         _calm_the_collector()
         print(f"gateway ready at {self._url}", flush=True)
+        if self._gateway.routers and sys.stdout.isatty():  # a log is no place for a key
+            settings, auth = self._gateway.settings, self._gateway.auth
+            key = f"#key={auth.token('viewer', VIEW_SECONDS)}" if settings.key else ""
+            print(f"dashboard {self._url}/{key}", flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._gateway.begin_drain()
