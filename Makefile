@@ -11,7 +11,7 @@ BENCHMARKS = assembly collocated controller engine gateway rendering
 TORCH ?= torch==2.13.0
 STAMP = $(VENV)/.installed
 
-.PHONY: setup harnesses quickstart test test-fast test-verl test-vllm lint bench clean
+.PHONY: setup browser harnesses quickstart test test-fast test-verl test-vllm lint bench clean
 
 setup: $(STAMP)
 
@@ -38,8 +38,8 @@ $(HARNESSES)/.installed: tests/conformance/requirements.txt
 	if command -v npm >/dev/null; then npm install --silent --prefix $(HARNESSES)/npm $(NPM_HARNESSES); fi
 	@touch $@
 
-test: test-fast harnesses
-	$(RUN) -m pytest -m slow
+test: test-fast harnesses browser
+	HARNESSRL_SCREENSHOTS=build/screenshots $(RUN) -m pytest -m slow
 	$(MAKE) test-verl
 
 # verl has a say in the versions of torch, transformers and numpy: an environment of its own, of 2 GB.
@@ -63,6 +63,14 @@ $(VLLM)/.installed: tests/vllm_cpu.py
 	$(VLLM)/bin/python -m pip install --quiet --upgrade pip
 	$(VLLM)/bin/python tests/vllm_cpu.py
 	@touch $@
+
+# For the dashboard's tests, which are skipped without.
+browser:
+	@if ! { command -v chromedriver && { command -v chromium || command -v google-chrome; }; } >/dev/null; then \
+		if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+			apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium chromium-driver >/dev/null; \
+		else echo "The tests of the dashboard are skipped: install the packages chromium and chromium-driver."; fi; \
+	fi
 
 test-fast: setup lint
 	$(RUN) -m pytest -m "not slow"

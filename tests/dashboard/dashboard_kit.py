@@ -122,7 +122,7 @@ async def fill(store: SqliteStore, number: int) -> None:
             1005.0 + i,
             f"exit code {i % 10}" if i % 10 == 7 else None,
             "agent" if i % 10 == 7 else None,
-            i + 1,
+            i + 1000,
         )
         for i in range(number)
     ]

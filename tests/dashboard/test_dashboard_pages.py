@@ -178,9 +178,9 @@ def test_the_keyboard_is_enough(browser: Browser, site: str) -> None:
     browser.see("1–1 of 1 rollouts")  # the filter is part of the address
 
 
-def test_a_key_is_asked_for_and_kept_out_of_the_address(driver: Browser, finished: Path) -> None:
+def test_a_key_is_asked_for_and_kept_out_of_the_address(driver: Browser, tmp_path: Path) -> None:
     driver.resize(WIDE)
-    with gateway(finished, key="open sesame") as address:
+    with gateway(tmp_path / "locked.db", key="open sesame") as address:
         driver.open(f"{address}/#/system")
         driver.see("Sign in", "harnessrl key viewer")
         driver.screenshot("signin-light")

@@ -94,6 +94,7 @@ export class Chart {
     let bottom = Math.min(...points.map(([, y, half]) => scaled(this.log ? y : y - (half ?? 0))));
     let top = Math.max(...points.map(([, y, half]) => scaled(this.log ? y : y + (half ?? 0))));
     if (this.zero) bottom = Math.min(0, bottom);
+    if (this.zero && top === 0) top = 1;
     if (top - bottom < 1e-12) [bottom, top] = this.log ? [bottom - 1, top + 1] : [bottom - Math.abs(bottom || 1) * 0.1, top + Math.abs(top || 1) * 0.1];
     const ticks = this.log ? decades(bottom, top) : nice(bottom, top);
     if (!this.log) [bottom, top] = [Math.min(bottom, ticks[0]), Math.max(top, ticks.at(-1))];

@@ -85,6 +85,14 @@ export function version(value) {
 }
 export const versions = (low, high) => (low === high ? version(low) : `${version(low)}–${version(high)}`);
 
+// Draw `container` anew; what had the focus in it, by its place among what can have it, has it again.
+export function redraw(container, ...children) {
+  const all = () => [...container.querySelectorAll("a, button, select, input, summary")];
+  const at = all().indexOf(document.activeElement);
+  container.replaceChildren(...children.flat(Infinity).filter(Boolean));
+  if (at >= 0) all()[at]?.focus();
+}
+
 export function say(text) {
   document.getElementById("status").textContent = text;
 }

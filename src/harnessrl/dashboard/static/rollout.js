@@ -1,7 +1,7 @@
 // One rollout: what its harness saw, beside what the trainer takes from it.
 import { address, go } from "./app.js";
 import { every, get } from "./api.js";
-import { card, clock, copy, date, h, number, pill, seconds, short, statePill, taskText, version } from "./dom.js";
+import { card, clock, copy, date, h, number, pill, redraw, seconds, short, statePill, taskText, version } from "./dom.js";
 import { message, tools } from "./message.js";
 import { COLOURS, Tokens, contextOf } from "./tokens.js";
 
@@ -54,7 +54,7 @@ class RolloutPage {
     const attempt = attempts.length > 1 && h("label", { class: "row faint" }, "attempt", h("select", { onchange: (event) => go("rollout", { ...this.query, attempt: event.target.value }, rollout.rollout_id) }, attempts.map((a) => h("option", { value: a, selected: a === attempt_id }, a))));
     const group = metadata.group_id && h("a", { href: address("group", { run: run_id }, metadata.group_id) }, "its group, side by side");
     return h("header", { class: "card stack" },
-      h("div", { class: "row spread" }, h("h1", {}, taskText(input)), h("div", { class: "row" }, attempt, h("button", { onclick: () => this.download() }, "Download JSON"))),
+      h("div", { class: "title" }, h("h1", {}, taskText(input)), h("div", { class: "row" }, attempt, h("button", { onclick: () => this.download() }, "Download JSON"))),
       h("div", { class: "row" }, statePill(status.state), !rollout.is_train && pill("held-out"), reward !== null && pill(`reward ${number(reward)}`, "accent"), h("span", { class: "faint mono" }, short(rollout.rollout_id)), h("span", { class: "faint" }, date(status.created_at), status.state !== "queuing" && `, took ${seconds(status.updated_at - status.created_at)}`, status.held_seconds && `, of which held ${seconds(status.held_seconds)}`), group),
       failure && h("p", { class: "notice bad" }, h("strong", {}, status.failure_kind === "infra" ? "The infrastructure failed: " : "Failed: "), failure),
       h("details", {}, h("summary", {}, "Task and configuration"), h("pre", {}, JSON.stringify({ input, metadata, config: rollout.config }, null, 2))),
@@ -71,7 +71,7 @@ class RolloutPage {
       const call = calls[i], forked = /^rendered\((.*)\)$/.exec(call.continuity)?.[1];
       if (forked || (call.parent < 0 && i !== roots[0])) {
         const [other, shared] = call.common;
-        items.push(h("li", { class: "fork", vars: { "padding-left": `${8 + depth * 14}px` } }, `⑂ ${forked ? call.continuity : "a context of its own"}`, other >= 0 && h("div", { class: "faint" }, `shares ${shared} tokens with call ${other + 1}`)));
+        items.push(h("li", { class: "fork", vars: { "padding-left": `${8 + depth * 14}px` } }, `Fork: ${forked ? call.continuity : "a context of its own"}`, other >= 0 && h("div", { class: "faint" }, `shares ${shared} tokens with call ${other + 1}`)));
       }
       const sampled = call.sampled.ids.length, flags = [!call.delivered && "not delivered", call.error && "error", call.finish_reason === "length" && "cut by its limit"].filter(Boolean);
       items.push(h("li", { class: call.row === null ? "off" : "", vars: { "padding-left": `${depth * 14}px` } },
@@ -80,7 +80,7 @@ class RolloutPage {
       children[i].forEach((child, k) => walk(child, depth + (k < children[i].length - 1 ? 1 : 0)));
     };
     for (const root of roots) walk(root, 0);
-    this.tree.replaceChildren(...items);
+    redraw(this.tree, items);
   }
 
   choose(i) {
@@ -89,10 +89,10 @@ class RolloutPage {
     this.row = call.row;
     this.drawTree();
     this.drawConversation(call);
-    this.rowChoice.replaceChildren(rows.length > 0 ? h("select", { "aria-label": "Row", onchange: (event) => this.chooseRow(event.target.value) },
+    redraw(this.rowChoice, rows.length > 0 ? h("select", { "aria-label": "Row", onchange: (event) => this.chooseRow(event.target.value) },
       call.row === null && h("option", { value: "", selected: true }, `call ${i + 1}, not trained`),
       rows.map((row, r) => h("option", { value: r, selected: r === call.row }, `row ${r + 1} of ${rows.length}`))) : h("span", { class: "faint" }, call.why_not));
-    this.colours.replaceChildren(...COLOURS.map(([name, text]) => h("button", { "aria-pressed": `${name === this.colour}`, onclick: () => ((this.colour = name), this.choose(this.call)) }, text)));
+    redraw(this.colours, COLOURS.map(([name, text]) => h("button", { "aria-pressed": `${name === this.colour}`, onclick: () => ((this.colour = name), this.choose(this.call)) }, text)));
     this.drawTokens();
   }
 

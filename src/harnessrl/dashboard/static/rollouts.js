@@ -1,7 +1,7 @@
 // Many rollouts: filtered, sorted and paged by the gateway, singly or by group.
 import { address, live, remember } from "./app.js";
 import { follow, get } from "./api.js";
-import { card, date, empty, command, h, number, say, seconds, short, statePill, taskText, versions } from "./dom.js";
+import { card, date, empty, command, h, number, redraw, say, seconds, short, statePill, taskText, versions } from "./dom.js";
 import { cells } from "./run.js";
 
 const PAGE = 50;
@@ -83,7 +83,7 @@ class RolloutsPage {
     const range = low === null ? [] : Array.from({ length: Math.min(high - low + 1, 200) }, (_, i) => [high - i, versions(high - i, high - i)]);
     const active = ["state", "is_train", "task", "reward_min", "reward_max", "agent", "dialect", "version", "failure", "reason"].filter((name) => query[name]);
     const clear = () => this.set(Object.fromEntries(active.map((name) => [name, null]))).then(() => this.drawFilters());
-    this.filters.replaceChildren(
+    redraw(this.filters,
       h("div", { class: "filters" },
         h("label", { class: "wide" }, "Task or id contains", typed("task", { type: "search", placeholder: "text" })),
         select("State", "state", [["unfinished", "queued or running"], ...Object.entries(states).map(([state, n]) => [state, `${state} (${n.toLocaleString("en")})`])]),
@@ -95,7 +95,7 @@ class RolloutsPage {
         reasons.length > 0 && select("Whose failure", "failure", [["agent", "the agent's"], ["infra", "the infrastructure's"]]),
         reasons.length > 0 && select("Reason of failure", "reason", reasons.map(([kind, reason, n]) => [reason ?? "", `${reason ?? "unknown"} (${n})`])),
         h("label", { class: "wide" }, "Sort by", h("span", { class: "pair" }, sort, direction)),
-        h("div", { class: "row" }, h("div", { class: "segments", role: "group", "aria-label": "View" }, view("", "List"), view("groups", "Groups")), active.length > 0 && h("button", { class: "plain", onclick: clear }, "Clear")),
+        h("div", { class: "row", vars: { "flex-wrap": "nowrap" } }, h("div", { class: "segments", vars: { "flex-wrap": "nowrap" }, role: "group", "aria-label": "View" }, view("", "List"), view("groups", "Groups")), active.length > 0 && h("button", { class: "plain", onclick: clear }, "Clear")),
       ),
     );
     this.all = all;

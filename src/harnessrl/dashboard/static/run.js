@@ -9,6 +9,7 @@ const PHASES = {
 };
 const SILENT_SECONDS = 45;
 const CYCLES = 8;
+const WINDOW = 5; // updates that a speed is taken over
 
 export async function showRun(main, { run, signal, background }) {
   if (!run) {
@@ -50,7 +51,7 @@ class RunPage {
       entropy: new Chart("Entropy", { unit: "nats", zero: true }),
       gap: new Chart("Log-probability gap, sampler to trainer", { unit: "nats", log: true }),
       staleness: new Chart("Staleness of trained groups", { unit: "updates", zero: true }),
-      speed: new Chart("Sampled tokens", { unit: "tokens/s", zero: true }),
+      speed: new Chart("Sampling speed", { unit: "tokens/s", zero: true, note: `Over the last ${WINDOW} updates, all waiting included.` }),
     });
     const w4 = (chart) => (chart.element.classList.add("w4"), chart.element);
     charts.reward.element.classList.add("w8");
@@ -113,7 +114,7 @@ class RunPage {
     entropy.set([{ name: "entropy", points: of("policy/entropy") }]);
     gap.set([{ name: "all", points: of("policy/gap") }, { name: "fresh tokens", second: true, points: of("policy/gap_fresh") }]);
     staleness.set([{ name: "mean", points: of("staleness/mean") }, { name: "max", second: true, points: of("staleness/max") }]);
-    speed.set([{ name: "tokens/s", points: rows.map((row, i) => [row.update, tokensPerSecond(row, rows[i - 1])]) }]);
+    speed.set([{ name: "tokens/s", points: rows.map((row, i) => [row.update, tokensPerSecond(rows, i)]) }]);
     this.drawHeader();
     this.drawTiles(rows, held);
     this.drawAlarms();
@@ -175,7 +176,7 @@ class RunPage {
       tile("training reward", number(last["reward/train"]), rows.length > 1 && `from ${number(first["reward/train"])}`),
       tile("entropy", number(last["policy/entropy"]), rows.length > 1 && `from ${number(first["policy/entropy"])} nats`),
       tile("log-probability gap", number(last["policy/gap"]), "nats, mean"),
-      tile("sampled", number(tokensPerSecond(last, rows.at(-2)), 0), "tokens/s"),
+      tile("sampled", number(tokensPerSecond(rows, rows.length - 1), 0), `tokens/s, last ${WINDOW} updates`),
       tile("trained on", rollouts.toLocaleString("en"), `rollouts, ${number(trained)} tokens`),
     );
   }
@@ -253,11 +254,13 @@ class RunPage {
   }
 }
 
-// Over all the time since the update before, so that what was collected during an evaluation counts rightly.
-function tokensPerSecond(row, before) {
-  const own = (row["time/collect"] ?? 0) + (row["time/rest"] ?? 0) + (row["time/update"] ?? 0);
-  const time = before ? Math.max(own, row.at - before.at) : own;
-  return time ? ((row["batch/tokens_per_call"] ?? 0) * (row["batch/calls"] ?? 0)) / time : NaN;
+// Sampled tokens of the updates up to the i-th over all the time since the one before them.
+function tokensPerSecond(rows, i) {
+  if (i < 0) return NaN;
+  const from = Math.max(0, i - WINDOW + 1), own = (row) => (row["time/collect"] ?? 0) + (row["time/rest"] ?? 0) + (row["time/update"] ?? 0);
+  const began = from > 0 ? rows[from - 1].at : rows[0].at - own(rows[0]);
+  const sampled = rows.slice(from, i + 1).reduce((sum, row) => sum + (row["batch/tokens_per_call"] ?? 0) * (row["batch/calls"] ?? 0), 0);
+  return rows[i].at > began ? sampled / (rows[i].at - began) : NaN;
 }
 
 // A group's rollouts as small squares with their rewards.

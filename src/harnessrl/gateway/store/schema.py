@@ -100,10 +100,18 @@ SUMMARIZE = """
 INSERT OR REPLACE INTO summaries
 WITH ended AS (SELECT id AS rollout, coalesce(last_attempt_id, '0') AS attempt_id FROM rollouts WHERE {which}),
 seen AS (SELECT e.* FROM ended JOIN entries e USING (rollout, attempt_id)),
-rewards AS (
-  SELECT rollout, id, json_extract(data, '$.value') AS value,
-    coalesce(json_extract(data, '$.call_id'), json_extract(data, '$.turn')) AS call
-  FROM seen WHERE event_type = 'reward'
+last_rewards AS (                           -- of the rollout as a whole (no call), and of each call
+  SELECT rollout, value, call FROM (
+    SELECT rollout, value, call, row_number() OVER (PARTITION BY rollout, call ORDER BY id DESC) AS nth FROM (
+      SELECT rollout, id, json_extract(data, '$.value') AS value,
+        coalesce(json_extract(data, '$.call_id'), json_extract(data, '$.turn')) AS call
+      FROM seen WHERE event_type = 'reward'
+    )
+  ) WHERE nth = 1
+),
+outcomes AS (
+  SELECT rollout, coalesce(max(CASE WHEN call IS NULL THEN value END), sum(value)) AS reward
+  FROM last_rewards GROUP BY rollout
 ),
 facts AS (
   SELECT rollout, length(sampled_ids) / 4 AS sampled, json_extract(facts, '$.agent') AS agent,
@@ -111,15 +119,9 @@ facts AS (
     json_extract(facts, '$.versions[0][0]') AS low, json_extract(facts, '$.versions[#-1][0]') AS high
   FROM seen JOIN payloads ON entry = seen.id
 )
-SELECT rollout,
-  coalesce(
-    (SELECT value FROM rewards w WHERE w.rollout = ended.rollout AND call IS NULL ORDER BY id DESC LIMIT 1),
-    (SELECT sum(value) FROM rewards w WHERE w.rollout = ended.rollout
-      AND id = (SELECT max(id) FROM rewards o WHERE o.rollout = w.rollout AND o.call = w.call))
-  ),
-  count(sampled), coalesce(sum(sampled), 0), group_concat(DISTINCT agent), group_concat(DISTINCT dialect),
-  min(low), max(high)
-FROM ended LEFT JOIN facts USING (rollout) GROUP BY rollout
+SELECT rollout, max(reward), count(sampled), coalesce(sum(sampled), 0), group_concat(DISTINCT agent),
+  group_concat(DISTINCT dialect), min(low), max(high)
+FROM ended LEFT JOIN outcomes USING (rollout) LEFT JOIN facts USING (rollout) GROUP BY rollout
 """
 """What lists of rollouts show, of the rollouts that `which` (a condition on `rollouts`) names."""
 
