@@ -18,7 +18,7 @@ from selenium.webdriver.chrome.service import Service
 
 ROOT = Path(__file__).parents[2]
 WIDE, PHONE = 1280, 390
-WAIT_SECONDS = 30
+WAIT_SECONDS = 60
 
 
 class Browser:

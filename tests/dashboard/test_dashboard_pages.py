@@ -79,7 +79,7 @@ def site(finished: Path) -> Iterator[str]:
 
 PAGES = {
     "run": ("/#/run", ["finished", "Where the time goes", "Log-probability gap"]),
-    "rollouts": ("/#/rollouts?is_train=true&sort=reward", ["of 128 rollouts", "succeeded", "Policy version"]),
+    "rollouts": ("/#/rollouts?is_train=true&sort=reward", ["1–50 of", "succeeded", "Policy version"]),
     "groups": ("/#/rollouts?view=groups&sort=spread&is_train=true", ["groups", "Spread"]),
     "system": ("/#/system", ["Engines", "no answer", "Metrics of the gateway"]),
 }
@@ -95,7 +95,7 @@ EMPTY = {
 def addresses(browser: Browser, site: str) -> dict[str, tuple[str, list[str]]]:
     """All pages; the best of the run's rollouts and its group too."""
     browser.open(f"{site}/#/rollouts?is_train=true&sort=reward")
-    browser.see("of 128 rollouts")
+    browser.see("1–50 of")
     rollout = browser.js("return document.querySelector('td a').getAttribute('href').split('?')[0]")
     group = rollout.replace("rollout/", "group/").rpartition("-")[0]
     one = ["As the harness saw it", "CALC(", "As the trainer takes it", "trained in this row", "Rows that come"]

@@ -166,7 +166,8 @@ class RunPage {
   }
 
   drawTiles(rows, held) {
-    const last = rows.at(-1) ?? {}, first = rows[0] ?? {};
+    // An update without tokens to train on has no entropy and no gap: the newest that is known stands.
+    const last = Object.assign({}, ...rows.slice(-50)), first = rows[0] ?? {};
     const before = held[0]?.[1], after = held.at(-1)?.[1];
     const tile = (label, value, more) => h("div", {}, h("div", { class: "label" }, label), h("div", { class: "value" }, value), h("div", { class: "more" }, more || "\u00a0"));
     const rollouts = rows.reduce((sum, row) => sum + (row["batch/rollouts"] ?? 0), 0);
