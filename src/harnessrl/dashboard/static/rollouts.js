@@ -95,7 +95,7 @@ class RolloutsPage {
         reasons.length > 0 && select("Whose failure", "failure", [["agent", "the agent's"], ["infra", "the infrastructure's"]]),
         reasons.length > 0 && select("Reason of failure", "reason", reasons.map(([kind, reason, n]) => [reason ?? "", `${reason ?? "unknown"} (${n})`])),
         h("label", { class: "wide" }, "Sort by", h("span", { class: "pair" }, sort, direction)),
-        h("div", { class: "row", vars: { "flex-wrap": "nowrap" } }, h("div", { class: "segments", vars: { "flex-wrap": "nowrap" }, role: "group", "aria-label": "View" }, view("", "List"), view("groups", "Groups")), active.length > 0 && h("button", { class: "plain", onclick: clear }, "Clear")),
+        h("div", { class: "row wide" }, h("div", { class: "segments", vars: { flex: "none" }, role: "group", "aria-label": "View" }, view("", "List"), view("groups", "Groups")), active.length > 0 && h("button", { class: "plain", onclick: clear }, "Clear")),
       ),
     );
     this.all = all;
