@@ -97,8 +97,10 @@ async def _check_rollout(http: httpx.AsyncClient, rollout: dict, said: Acknowled
     assert all(reward["filler"] == "x" * 3000 for reward in rewards)
     assert numbers == list(range(len(numbers))) and len(numbers) >= len(said.events.get(name, []))
     calls = [e["data"]["response"] for e in events if e["event_type"] == "model_request"]
-    assert said.calls.get(name, 0) <= len(calls) <= said.calls_tried.get(name, 0)
-    for response in calls:
+    assert len(calls) <= said.calls_tried.get(name, 0)
+    whole = [response for response in calls if "error" not in response]
+    assert said.calls.get(name, 0) <= len(whole)
+    for response in whole:
         choice = response["choices"][0]
         lengths = [
             len(x) for x in (response["prompt_token_ids"], choice["token_ids"], choice["logprobs"]["content"])
@@ -133,3 +135,34 @@ def test_kill_9_under_load(serve: Serve, tmp_path: Path, engine_url: str):
         calls = "SELECT count(*) FROM entries WHERE data IS NULL"
         whole = "SELECT count(*) FROM entries JOIN calls ON calls.entry = id JOIN payloads ON payloads.entry = id"
         assert db.execute(calls).fetchone() == db.execute(whole).fetchone()
+
+
+@pytest.mark.slow
+def test_calls_that_a_kill_cuts_are_failed_calls(serve: Serve, engine_url: str):
+    gateway = serve("--key", "", "--model", "policy")
+    endpoint = {"model": "policy", "endpoint": f"{engine_url}/{PROMPT}x{SAMPLED}/2500/v1"}
+    httpx.post(f"{gateway.url}/api/models", json=[endpoint]).raise_for_status()
+    rollouts = [{"input": i, "rollout_id": f"r{i}"} for i in range(3)]
+    httpx.post(f"{gateway.url}/api/rollouts", json=rollouts).raise_for_status()
+    path = "/proxy/rollout/r{}/attempt/0/mode/train/openai/v1/chat/completions"
+    ask = {"messages": [{"role": "user", "content": "Go"}]}
+
+    async def cut() -> None:
+        async with httpx.AsyncClient(base_url=gateway.url, timeout=30) as http:
+            calls = [asyncio.create_task(http.post(path.format(i), json=ask)) for i in range(3)]
+            await asyncio.sleep(1.2)
+            assert not any(call.done() for call in calls)
+            gateway.kill()
+            await asyncio.wait(calls)
+
+    asyncio.run(cut())
+    for _ in range(2):  # a second start changes nothing
+        gateway = serve("--key", "", "--model", "policy")
+        for i in range(3):
+            (call,) = httpx.get(f"{gateway.url}/api/rollouts/r{i}/calls").json()
+            assert (call["untrainable_reason"], call["delivered"], call["trainable"]) == ("cut", False, False)
+            assert not call["capture_failed"] and not call["sampled_ids"], "the rollout stays usable"
+        assert gateway.terminate() == 0
+    gateway = serve("--key", "", "--model", "policy")
+    httpx.post(gateway.url + path.format(0), json=ask, timeout=30).raise_for_status()
+    assert [c["trainable"] for c in httpx.get(f"{gateway.url}/api/rollouts/r0/calls").json()] == [False, True]

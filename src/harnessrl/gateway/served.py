@@ -17,7 +17,7 @@ from harnessrl.gateway.metrics import Metrics
 from harnessrl.gateway.proxy.app import ProxyApp
 from harnessrl.gateway.proxy.gate import Gate
 from harnessrl.gateway.settings import Settings
-from harnessrl.gateway.store import Access, CallRecord, NotFound
+from harnessrl.gateway.store import Access, CallRecord, NotFound, UnderWay
 from harnessrl.schemas import Endpoint
 
 __all__ = ["ServeApp"]
@@ -44,6 +44,9 @@ class _NoStore:
         return []
 
     async def add_call(self, call: CallRecord) -> None:
+        pass
+
+    async def note_under_way(self, begun: Sequence[UnderWay], ended: Sequence[str]) -> None:
         pass
 
     async def set_delivered(self, call_id: str, delivered: bool) -> None:

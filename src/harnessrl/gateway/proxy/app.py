@@ -26,7 +26,7 @@ from harnessrl.gateway.proxy.probe import Probe
 from harnessrl.gateway.proxy.routing import Route, Routing
 from harnessrl.gateway.proxy.token_calls import TokenCall, count_tokens
 from harnessrl.gateway.settings import Settings
-from harnessrl.gateway.store import Conflict, NotFound, Store
+from harnessrl.gateway.store import Conflict, NotFound, Store, UnderWay
 from harnessrl.schemas import Json, Mode, Pause
 
 __all__ = ["ProxyApp"]
@@ -56,7 +56,7 @@ class ProxyApp:
         self._attempts.start()
 
     async def close(self) -> None:
-        self._attempts.close()
+        await self._attempts.close()
         await self._engines.close()
 
     def busy(self) -> list[str]:
@@ -141,8 +141,11 @@ class ProxyApp:
         self._check_load(attempt)
         attempt.calls += 1
         self._calls += 1
+        names = context.call_id, attempt.rollout_id, attempt.attempt_id
+        call = UnderWay(*names, context.mode, dialect.name, context.started_at)
         try:
-            await self._call(exchange, context, dialect, raw)
+            with self._attempts.under_way(call):
+                await self._call(exchange, context, dialect, raw)
         except Conflict as error:
             raise _ended(attempt.attempt_id) from error
         finally:

@@ -6,15 +6,16 @@ It is rebuilt from the store when a gateway takes over a running rollout, and dr
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from harnessrl.gateway.chat.continuation import Memory, Trail
-from harnessrl.gateway.store import NotFound, Store
+from harnessrl.gateway.store import NotFound, Store, StoreError, UnderWay
 
 __all__ = ["Attempt", "Attempts"]
 
 _SWEEP_SECONDS = 2.0
+_NOTE_SECONDS = 0.25
 
 
 class Attempt:
@@ -75,7 +76,19 @@ class Attempts:
     def __init__(self, store: Store):
         self._store = store
         self._live: dict[tuple[str, str], Attempt] = {}
-        self._sweeper: asyncio.Task[None] | None = None
+        self._under_way: dict[str, UnderWay] = {}
+        self._noted: set[str] = set()
+        """Of calls under way, those that the store knows of."""
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @contextmanager
+    def under_way(self, call: UnderWay) -> Iterator[None]:
+        """While entered, the call is one that a kill of the gateway would cut."""
+        self._under_way[call.call_id] = call
+        try:
+            yield
+        finally:
+            del self._under_way[call.call_id]
 
     def get(self, rollout_id: str, attempt_id: str) -> Attempt:
         key = rollout_id, attempt_id
@@ -88,11 +101,27 @@ class Attempts:
         return [f"{a.rollout_id}/{a.attempt_id}" for a in self._live.values() if a.calls]
 
     def start(self) -> None:
-        self._sweeper = asyncio.create_task(self._sweep())
+        self._tasks = [asyncio.create_task(self._sweep()), asyncio.create_task(self._keep_noting())]
 
-    def close(self) -> None:
-        if self._sweeper is not None:
-            self._sweeper.cancel()
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await self._note()
+
+    async def _keep_noting(self) -> None:
+        while True:
+            await asyncio.sleep(_NOTE_SECONDS)
+            await self._note()
+
+    async def _note(self) -> None:
+        """Tell the store of calls that last longer than a moment, many in one write."""
+        begun = [call for call_id, call in self._under_way.items() if call_id not in self._noted]
+        ended = self._noted - self._under_way.keys()
+        if begun or ended:
+            with suppress(StoreError):  # a full disk may have room the next time
+                await self._store.note_under_way(begun, list(ended))
+                self._noted -= ended
+                self._noted.update(call.call_id for call in begun)
 
     async def _sweep(self) -> None:
         """Forget attempts that have ended; tell the store of those that still wait."""

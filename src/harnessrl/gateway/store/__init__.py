@@ -6,7 +6,7 @@ Every method that changes something returns after the change is durable (invaria
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -30,7 +30,7 @@ from harnessrl.schemas import (
     TerminalPage,
 )
 
-__all__ = ["Access", "CallRecord", "Conflict", "NotFound", "Store", "StoreError"]
+__all__ = ["Access", "CallRecord", "Conflict", "NotFound", "Store", "StoreError", "UnderWay"]
 
 
 class NotFound(Exception):
@@ -111,6 +111,17 @@ class CallRecord:
     """Further named per-token arrays (expert routing, sampling masks)."""
 
 
+class UnderWay(NamedTuple):
+    """A call that has begun and not ended."""
+
+    call_id: str
+    rollout_id: str
+    attempt_id: str
+    mode: Mode
+    dialect: str
+    started_at: float
+
+
 class Store(Protocol):
     async def create_rollouts(self, new: Sequence[NewRollout]) -> list[Rollout]:
         """Create all or none; a known `rollout_id` returns the stored rollout unchanged."""
@@ -165,6 +176,10 @@ class Store(Protocol):
 
     async def add_call(self, call: CallRecord) -> None:
         """`Conflict` if the attempt has ended meanwhile; a known `call_id` changes nothing."""
+        ...
+
+    async def note_under_way(self, begun: Sequence[UnderWay], ended: Sequence[str]) -> None:
+        """Calls that began, ids of those that ended. What is under way at a kill is a failed call afterwards."""
         ...
 
     async def set_delivered(self, call_id: str, delivered: bool) -> None: ...

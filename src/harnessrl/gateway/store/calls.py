@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import orjson
 
-from harnessrl.gateway.store import CallRecord
+from harnessrl.gateway.store import CallRecord, UnderWay
 from harnessrl.schemas import Call, Json
 
-__all__ = ["CallWriter", "Chain", "StoredCall", "call_of", "read_calls"]
+__all__ = ["CallWriter", "Chain", "StoredCall", "call_of", "cut_call", "read_calls"]
 
 _LISTS = ("messages", "input")
 """Where a dialect's request keeps its history."""
@@ -215,6 +215,34 @@ def record_of(call: StoredCall, rollout_id: str, attempt_id: str, parent: str | 
         delivered=call.delivered,
         arrays=call.arrays,
         **facts,
+    )
+
+
+def cut_call(call: UnderWay) -> CallRecord:
+    """A call that the end of the gateway cut: nobody has its whole answer, so nothing to train on is missing."""
+    nothing = np.zeros(0, dtype=np.int32)
+    return CallRecord(
+        **call._asdict(),
+        model="",
+        endpoint="",
+        model_version=0,
+        agent=None,
+        request={},
+        response={},
+        prompt_ids=nothing,
+        sampled_ids=nothing,
+        logprobs=None,
+        versions=[],
+        temperature=1.0,
+        continuity="first",
+        parent=None,
+        latency_ms=0.0,
+        http_status=503,
+        status="error",
+        delivered=False,
+        trainable=False,
+        untrainable_reason="cut",
+        error={"message": "the gateway ended while this call was under way"},
     )
 
 

@@ -154,4 +154,15 @@ CREATE TABLE run_records (                  -- what trainers report of their run
 CREATE INDEX run_records_by_run ON run_records (run_id, kind, id);
 """
 
-MIGRATIONS: tuple[str, ...] = (_FIRST, _LOOKED_AT)
+_UNDER_WAY = """
+CREATE TABLE under_way (                    -- calls that had begun and not ended, a moment ago
+  call_id TEXT PRIMARY KEY,
+  rollout_id TEXT NOT NULL,
+  attempt_id TEXT NOT NULL,
+  mode TEXT NOT NULL,
+  dialect TEXT NOT NULL,
+  started_at REAL NOT NULL
+);
+"""
+
+MIGRATIONS: tuple[str, ...] = (_FIRST, _LOOKED_AT, _UNDER_WAY)

@@ -6,13 +6,14 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import orjson
 
-from harnessrl.gateway.store import Access, CallRecord, Conflict, NotFound, browse
-from harnessrl.gateway.store.calls import CallWriter, Chain, call_of, read_calls, record_of, whole_request
+from harnessrl.gateway.store import Access, CallRecord, Conflict, NotFound, UnderWay, browse
+from harnessrl.gateway.store.calls import CallWriter, Chain, call_of, cut_call, read_calls, record_of, whole_request
 from harnessrl.gateway.store.database import Database
 from harnessrl.gateway.store.judge import Evidence, judge
 from harnessrl.gateway.store.schema import SUMMARIZE
@@ -94,6 +95,7 @@ class SqliteStore:
         store._cursor = cursor
         if await store.get_setting(_IN_USE):
             await store._write(_CUT_BY_A_CRASH)
+        await store._record_cut_calls()
         await store.put_setting(_IN_USE, True)
         return store
 
@@ -391,6 +393,21 @@ class SqliteStore:
             self._calls.insert(db, key, entry, call)
 
         await self._db.write(job)
+
+    async def note_under_way(self, begun: Sequence[UnderWay], ended: Sequence[str]) -> None:
+        def job(db: sqlite3.Connection) -> None:
+            db.executemany("INSERT OR IGNORE INTO under_way VALUES (?,?,?,?,?,?)", begun)
+            db.executemany("DELETE FROM under_way WHERE call_id = ?", [(call_id,) for call_id in ended])
+
+        await self._db.write(job)
+
+    async def _record_cut_calls(self) -> None:
+        """What was under way when the gateway was last ended is a failed call, if its attempt goes on."""
+        cut = await self._db.read(lambda db: db.execute("SELECT * FROM under_way").fetchall())
+        for call in map(UnderWay._make, cut):
+            with suppress(NotFound, Conflict):
+                await self.add_call(cut_call(call))
+        await self._write("DELETE FROM under_way")
 
     async def set_delivered(self, call_id: str, delivered: bool) -> None:
         await self._write("UPDATE calls SET delivered = ? WHERE call_id = ?", (delivered, call_id))
