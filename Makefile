@@ -56,7 +56,7 @@ $(VERL)/.installed: pyproject.toml
 
 # vLLM has a say in the versions of torch and transformers: an environment of its own, of 3.3 GB.
 test-vllm: setup $(VLLM)/.installed
-	HARNESSRL_VLLM=$(abspath $(VLLM))/bin/vllm $(RUN) -m pytest -m vllm
+	HARNESSRL_VLLM=$(abspath $(VLLM))/bin/vllm $(RUN) -m pytest -m vllm tests/gateway tests/trainer/backends
 
 $(VLLM)/.installed: tests/vllm_cpu.py
 	$(PYTHON) -m venv $(VLLM)

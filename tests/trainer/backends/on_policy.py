@@ -26,7 +26,7 @@ def sample(backend: TorchBackend, prompt: list[int], tokens: int = 8) -> tuple[l
     }
     url = backend.endpoints()[0].endpoint
     choice = (
-        httpx.post(f"{url}/inference/v1/generate", json=body, timeout=30).raise_for_status().json()["choices"][0]
+        httpx.post(f"{url}/inference/v1/generate", json=body, timeout=300).raise_for_status().json()["choices"][0]
     )
     return choice["token_ids"], [entry["logprob"] for entry in choice["logprobs"]["content"]]
 
