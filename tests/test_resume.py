@@ -35,6 +35,7 @@ def start(tmp_path: Path, updates: int = UPDATES) -> subprocess.Popen[bytes]:
         "collect.groups_per_update": 4,
         "collect.group_size": 2,
         "data.eval": "",
+        "agent.max_attempts": 10,
     }
     overrides = [f"{key}={value}" for key, value in settings.items()]
     return subprocess.Popen(

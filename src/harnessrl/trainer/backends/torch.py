@@ -58,7 +58,7 @@ class TorchBackend:
         self._device = _device(config.model.device)
         lora = config.model.lora_rank > 0
         path = str(checkpoint) if checkpoint and not lora else config.model.path
-        self._folder = resolve(path)
+        self._folder = resolve(config.model.path)  # of the tokenizer; a checkpoint's folder does not last
         self._tokenizer = load_tokenizer(path)
         model = load_model(path, getattr(torch, config.model.dtype))
         model.to(self._device)  # type: ignore[arg-type]  (transformers' annotation of `to`)
