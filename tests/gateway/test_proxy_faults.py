@@ -7,6 +7,7 @@ from typing import Any
 
 import aiohttp
 import anthropic
+import httpx
 import numpy as np
 import openai
 import pytest
@@ -315,6 +316,32 @@ async def test_clients_with_their_own_time_outs_outlast_a_long_update_and_a_lost
     async with asyncio.TaskGroup() as together:
         for part in (update, loss):
             together.create_task(run(part, tmp_path / part.__name__))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["too large", "many messages"])
+async def test_a_huge_request_holds_nobody_up(tmp_path: Path, kind: str) -> None:
+    """50 MB are refused before they are read; what may come in is worked on beside the event loop."""
+    many = b'{"messages":[' + b",".join([b'{"role":"user","content":"lorem ipsum"}'] * 120_000) + b"]}"
+    body, status = (b"x" * 50_000_000, 413) if kind == "too large" else (many, 400)
+    async with (
+        ScriptedEngine(TOKENIZER, lambda _: "fine") as engine,
+        proxied(tmp_path, engine.endpoint(TINY)) as gateway,
+        httpx.AsyncClient(timeout=60) as http,
+    ):
+        lags: list[float] = []
+
+        async def watch() -> None:
+            while True:
+                busy = time.thread_time()
+                await asyncio.sleep(0.002)
+                lags.append(time.thread_time() - busy)
+
+        watching = asyncio.create_task(watch())
+        response = await http.post(gateway.base() + "/chat/completions", content=body)
+        watching.cancel()
+        assert response.status_code == status, response.text
+        assert max(lags) < 0.1, "seconds of the event loop's thread between two of its turns"
 
 
 async def test_attempts_that_ended_take_no_calls_and_leave_the_memory(tmp_path: Path) -> None:

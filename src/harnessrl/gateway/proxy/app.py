@@ -159,6 +159,7 @@ class ProxyApp:
 
     async def _call(self, exchange: Exchange, context: Context, dialect: Dialect, raw: bytearray) -> None:
         body: Json | RequestError
+        context.size = len(raw)
         try:
             body = _object(raw)
         except RequestError as error:  # said after the pause, as in v1.0

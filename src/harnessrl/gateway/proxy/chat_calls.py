@@ -99,10 +99,10 @@ class ChatCall:
     async def _end(self, endpoint: Endpoint, answer: bytes, whole: Json) -> None:
         captured = _capture(whole, self._context.mode == "train")
         record = self._record(endpoint, captured)
-        request = self._request()
+        request = await self._context.aside(self._request)
         if request is not None:
             record.agent = record.agent or self._services.routing.agent(request.messages)
-            self._continuity(record, request, captured)
+            await self._context.aside(lambda: self._continuity(record, request, captured))
         if captured.problem is not None and self._context.mode == "train" and self._route.trainable:
             record.trainable, record.capture_failed = False, True
             record.untrainable_reason = captured.problem

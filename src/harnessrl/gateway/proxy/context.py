@@ -1,9 +1,11 @@
 """What a call needs: the parts that all calls share, and where this one belongs."""
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import structlog
 
@@ -19,6 +21,8 @@ from harnessrl.schemas import Endpoint, Mode
 
 __all__ = ["Context", "Services"]
 
+T = TypeVar("T")
+_LARGE = 1 << 20
 _log = structlog.get_logger("proxy")
 
 
@@ -66,6 +70,12 @@ class Context:
     """Seconds that it waited at the gate."""
     upstream: float = 0.0
     """Seconds that engines worked on it."""
+    size: int = 0
+    """Bytes of its request."""
+
+    async def aside(self, work: Callable[[], T]) -> T:
+        """Do `work`, whose time goes by the request's size: a large one's beside the event loop."""
+        return await asyncio.to_thread(work) if self.size > _LARGE else work()
 
     @contextmanager
     def at_engine(self, gate: Gate) -> Iterator[None]:

@@ -27,6 +27,8 @@ __all__ = ["TokenCall"]
 _COALESCE_SECONDS = 0.05
 _THREAD_CHARS = 40_000
 """Conversations with more text are rendered off the event loop, unless they only go on."""
+_LARGE_CHARS = 500_000
+"""Of these even looking whether they go on takes too long."""
 
 
 class TokenCall:
@@ -52,7 +54,7 @@ class TokenCall:
         self._headers: list[tuple[bytes, bytes]] = []
 
     async def serve(self) -> None:
-        request = self._dialect.parse(self._body)
+        request = await self._context.aside(lambda: self._dialect.parse(self._body))
         self._agent = self._route.agent or self._services.routing.agent(request.messages)
         chat = chat_of(self._services, self._context.mode, self._route, request)
         await self._context.attempt.rebuild_once(lambda attempt: self._rebuild(attempt, chat))
@@ -272,7 +274,8 @@ async def prompt_of(chat: Chat, memory: Memory, request: ChatRequest) -> Prompt:
     """Raises `RequestError` where the conversation can't be rendered."""
     size = sum(len(m["content"]) for m in request.messages)
     try:
-        if size > _THREAD_CHARS and not memory.continues(request):
+        large = size + 10 * len(request.messages) > _LARGE_CHARS
+        if large or (size > _THREAD_CHARS and not memory.continues(request)):
             return await asyncio.to_thread(memory.prompt, chat, request)
         return memory.prompt(chat, request)
     except ValueError as error:
