@@ -69,7 +69,8 @@ def main(report: Path, environment: Path) -> None:
         print(f"| {shown} | {version} | {runs} | {connect} | {continuity} | {said} | {limits} |")
     print()
     print("`harnessrl probe -- COMMAND` checks a harness that is not here; the environment that it gets names the")
-    print("gateway in `OPENAI_BASE_URL` and `ANTHROPIC_BASE_URL`, so that most need no set-up at all.")
+    print("gateway in `OPENAI_BASE_URL` and `ANTHROPIC_BASE_URL`, so that most need no set-up at all.\n")
+    print("OpenHands is not in the suite: its packages need Python 3.12, and the suite runs on 3.11.")
 
 
 def _counted(rows: Iterable[dict]) -> str:
