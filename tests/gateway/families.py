@@ -31,7 +31,12 @@ SPECIAL = (
     *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     *("]~!b[", "]~b]", "[e~[", "<minimax:tool_call>", "</minimax:tool_call>"),
 )
-FAMILIES = ("chatml", "qwen3", "qwen3.5", "glm-4.5", "llama-3", "minimax-m2", "nemotron-3")
+FAMILIES = (
+    *("chatml", "llama-3", "minimax-m2", "nemotron-3", "nemotron-3.5", "nemotron-3-ultra"),
+    *("qwen3", "prime-qwen3", "qwen3-vl", "qwen3.5", "qwen3.6", "qwen3.8"),
+    *("glm-4.5", "glm-5", "glm-5.1", "glm-5.3"),
+)
+"""Not here: gpt-oss, whose vocabulary is downloaded, and those whose special tokens are not in `SPECIAL`."""
 
 
 def tokenizer() -> Tokenizer:
