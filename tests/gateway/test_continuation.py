@@ -226,6 +226,9 @@ FAMILY_CALLS = [
     ("qwen3", "<think>\nHm.\n</think>\n\n" + CALL, "<|im_end|>"),
     ("qwen3.5", "Hm.\n</think>\n\n" + QWEN35_CALL, "<|im_end|>"),
     ("glm-4.5", "\n<think>Hm.</think>\n" + GLM_CALL, "<|observation|>"),
+    ("qwen3.6", "Hm.\n</think>\n\n" + QWEN35_CALL, "<|im_end|>"),
+    ("qwen3.8", "Hm.\n</think>\n\n" + QWEN35_CALL, "<|im_end|>"),
+    ("qwen3-vl", CALL, "<|im_end|>"),
     ("llama-3", '{"name": "f", "parameters": {"a": 1}}', "<|eot_id|>"),
 ]
 
