@@ -53,10 +53,10 @@ class Browser:
     def text(self) -> str:
         return self.js("return document.body.innerText")
 
-    def see(self, *texts: str) -> str:
+    def see(self, *texts: str, seconds: float = WAIT_SECONDS) -> str:
         """Wait until the page shows all of `texts`; returns all that it shows."""
         missing = f"the page does not show {texts}"
-        return until(self.text, lambda shown: all(text in shown for text in texts), missing)
+        return until(self.text, lambda shown: all(text in shown for text in texts), missing, seconds)
 
     def click(self, text: str) -> None:
         script = "[...document.querySelectorAll('button')].find((b) => b.textContent === arguments[0]).click()"
@@ -94,8 +94,10 @@ class Browser:
         )
 
 
-def until(ask: Callable[[], Any], enough: Callable[[Any], bool], otherwise: str) -> Any:
-    deadline = time.monotonic() + WAIT_SECONDS
+def until(
+    ask: Callable[[], Any], enough: Callable[[Any], bool], otherwise: str, seconds: float = WAIT_SECONDS
+) -> Any:
+    deadline = time.monotonic() + seconds
     while not enough(last := ask()):
         assert time.monotonic() < deadline, f"{otherwise}: {last}"
         time.sleep(0.05)
