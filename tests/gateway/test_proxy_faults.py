@@ -245,16 +245,19 @@ async def test_calls_wait_while_no_engine_is_there(tmp_path: Path, loss: str) ->
             asking.append(asyncio.create_task(client_of(gateway).chat.completions.create(**ASK)))
         stream = client_of(gateway).chat.completions.create(**ASK, stream=True)
         asking.append(asyncio.create_task(all_of(stream)))
-        await asyncio.sleep(1.2)
-        assert not any(task.done() for task in asking) and gateway.gateway.gate.held == len(asking)
+        async with asyncio.timeout(60):
+            while gateway.gateway.gate.held < len(asking):
+                await asyncio.sleep(0.05)
+        await asyncio.sleep(0.6)
+        assert not any(task.done() for task in asking)
         await engine.__aenter__()
         if loss != "unreachable":
             await gateway.register(engine.endpoint(TINY, version=7))
-        await asyncio.wait_for(asyncio.gather(*asking), 5)
+        await asyncio.wait_for(asyncio.gather(*asking), 60)
         waited = (await gateway.calls())[-len(asking) :]
         assert all(c.delivered and c.held_ms > 500 for c in waited)
         held = (await gateway.gateway.store.get_rollout(gateway.rollout_id)).status.held_seconds
-        assert held is not None and 0.5 < held < 3
+        assert held is not None and held > 0.5
     await engine.__aexit__()
 
 
