@@ -274,7 +274,7 @@ class Kubernetes:
         rollouts = self.post(0, n)
         self.bench.wait(target, 600)
         wall = time.monotonic() - begun
-        while self.left() and time.monotonic() - begun < wall + 120:
+        while self.left() and time.monotonic() - begun < wall + 400:
             time.sleep(0.5)
         gone, left = time.monotonic() - begun, self.left()
         controller.end()

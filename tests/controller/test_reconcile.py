@@ -4,9 +4,12 @@ import asyncio
 import os
 import signal
 import sys
+import threading
 import time
 import uuid
 from collections import Counter
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -19,11 +22,12 @@ from harnessrl.client import (
     list_rollouts,
     patch_rollout,
     pause,
+    register_endpoints,
     resume,
 )
 from harnessrl.controller.environment import StartError
 from harnessrl.controller.warm import WarmServers, Warmth
-from harnessrl.schemas import LocalRun, NewRollout, Pause, RolloutConfig, StatusPatch
+from harnessrl.schemas import Endpoint, LocalRun, NewRollout, Pause, RolloutConfig, StatusPatch
 
 
 def sleepers(mark: str, seconds: str = "60") -> LocalRun:
@@ -193,6 +197,24 @@ def test_one_controller_per_workdir(gateway: Gateway, start: Start) -> None:
         raise AssertionError("two controllers shared a folder")
 
 
+class Refusing(BaseHTTPRequestHandler):
+    """An engine that is there."""
+
+    def do_POST(self) -> None:
+        self.send_error(400)
+
+
+@pytest.fixture
+def engine(gateway: Gateway) -> Iterator[None]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        threading.Thread(target=server.serve_forever).start()
+        url = f"http://127.0.0.1:{server.server_port}/v1"
+        gateway.ask(register_endpoints([Endpoint(model="m", endpoint=url)]))
+        yield
+        server.shutdown()
+
+
+@pytest.mark.usefixtures("engine")
 def test_waiting_for_an_update_is_not_counted(gateway: Gateway, start: Start) -> None:
     start()
     gateway.ask(pause(Pause(reason="an update")))

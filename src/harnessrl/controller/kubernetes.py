@@ -11,11 +11,11 @@ import json
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import aiohttp
 from kubernetes_asyncio import client, config
@@ -42,7 +42,6 @@ from harnessrl.controller.reconcile import StopReason
 from harnessrl.schemas import AttemptEnd, Claim, Json, Rollout
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 _LOST = (aiohttp.ClientError, asyncio.TimeoutError, OSError)
 _WATCH_SECONDS = 240
@@ -442,36 +441,25 @@ class KubernetesRunner:
 
     async def _text(self, call: Callable[..., Any], *arguments: Any, **more: Any) -> bytes:
         """A request's answer; when the server is away or asks for patience, it is sent again."""
-
-        async def once() -> bytes:
-            response = await call(*arguments, **more, _preload_content=False, _request_timeout=60)
-            async with response:
-                body: bytes = await response.read()
-                if response.status >= 400:
-                    error = client.ApiException(status=response.status, reason=response.reason)
-                    error.body, error.headers = body, response.headers
-                    raise error
-                return body
-
-        return await self._patiently(once)
-
-    async def _patiently(self, once: Callable[[], Awaitable[T]]) -> T:
         pause = 0.5
         while True:
-            asked_at = time.monotonic()
+            asked_at, wanted = time.monotonic(), 0.0
             try:
                 async with self._requests:
-                    answer = await once()
-                    self._answered(True, asked_at)
-                    return answer
-            except client.ApiException as error:
-                if error.status != 429 and error.status < 500:
-                    raise
-                self._answered(error.status == 429, asked_at)
-                why, wanted = _message(error), float((error.headers or {}).get("Retry-After") or 0)
-            except _LOST as error:
+                    response = await call(*arguments, **more, _preload_content=False, _request_timeout=60)
+                    async with response:
+                        body: bytes = await response.read()
+                self._answered(response.status < 500, asked_at)
+                if response.status < 400:
+                    return body
+                error = client.ApiException(status=response.status, reason=response.reason)
+                error.body = body
+                if response.status != 429 and response.status < 500:
+                    raise error
+                why, wanted = _message(error), float(response.headers.get("Retry-After") or 0)
+            except _LOST as lost:
                 self._answered(False, asked_at)
-                why, wanted = str(error) or type(error).__name__, 0.0
+                why = str(lost) or type(lost).__name__
             log.warning("the API server: %s; trying again", why)
             await asyncio.sleep(max(pause, wanted))
             pause = min(pause * 2, 15)

@@ -102,14 +102,6 @@ class LocalAttempt:
             return None
         return {"text": text, "path": str(self.log), "host": socket.gethostname()}
 
-    def forget(self, keep: bool) -> None:
-        """Leave nothing (or, with `keep`, all but the mark of being unreported)."""
-        if keep:
-            for name in _STATES:
-                (self.folder / name).unlink(missing_ok=True)
-        else:
-            _remove(self.folder)
-
     def _kill_strays(self) -> None:
         """The keeper did not end its attempt's processes: find them by their environment."""
         marker = f"AGL_EVENT_URL={self._marker}\0".encode()
@@ -201,7 +193,11 @@ class LocalRunner:
         return {"pid": pid, "start": start_time(pid) or 0}
 
     async def forget(self, attempt: LocalAttempt, ok: bool) -> None:
-        await asyncio.to_thread(attempt.forget, self.options.keep_failed and not ok)
+        if ok or not self.options.keep_failed:
+            await asyncio.to_thread(_remove, attempt.folder)
+            return
+        for name in _STATES:  # its mark of being unreported
+            (attempt.folder / name).unlink(missing_ok=True)
 
     def __enter__(self) -> Self:
         return self

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -370,23 +370,13 @@ class Controller:
             task.cancel()
         await asyncio.gather(*dropped, return_exceptions=True)
 
-    def _pauses(self) -> "_Pauses":
-        return _Pauses(self._pace)
+    def _pauses(self) -> Iterator[float]:
+        """Seconds to wait before each further try, doubling, without end."""
+        pause = self._pace.retry_seconds
+        while True:
+            yield pause
+            pause = min(pause * 2, self._pace.retry_max_seconds)
 
 
 def _why(error: Exception) -> str:
     return str(error) or type(error).__name__
-
-
-class _Pauses:
-    """Seconds to wait before each further try, doubling, without end."""
-
-    def __init__(self, pace: Pace):
-        self._next, self._max = pace.retry_seconds, pace.retry_max_seconds
-
-    def __iter__(self) -> "_Pauses":
-        return self
-
-    def __next__(self) -> float:
-        pause, self._next = self._next, min(self._next * 2, self._max)
-        return pause
