@@ -57,9 +57,8 @@ def requirements(extras: list[str]) -> Iterator[Requirement]:
         asked = [Requirement(text) for text in metadata.requires("harnessrl") or []]
     except metadata.PackageNotFoundError:
         project = tomllib.loads(_PYPROJECT.read_text())["project"]
-        optional = project["optional-dependencies"]
-        asked = [Requirement(text) for text in project["dependencies"]]
-        asked += [Requirement(f'{text}; extra == "{extra}"') for extra in optional for text in optional[extra]]
+        groups = [project["dependencies"], *(project["optional-dependencies"][extra] for extra in extras)]
+        asked = [Requirement(text) for group in groups for text in group]
     for one in asked:
         marker = one.marker
         wanted = marker is None or any(marker.evaluate({"extra": extra}) for extra in ("", *extras))

@@ -146,10 +146,14 @@ class Chat:
         """What was said. Blocks that hold no call stay in the content, as the model wrote them."""
         parsed = self.renderer.parse_response(list(sampled), tools=tools or None, prompt_ids=self._tail(prompt))  # type: ignore[arg-type]
         reasoning = (parsed.reasoning_content or "").strip()
-        if parsed.tool_calls and not tools:  # nothing was offered: what looks like a call is text
-            return Whole(self._text_after(reasoning, sampled, prompt), reasoning)
         calls: list[ToolCall] = []
         content = parsed.content
+        if parsed.tool_calls:
+            text = self._text_after(reasoning, sampled, prompt)
+            if not tools:  # nothing was offered: what looks like a call is text
+                return Whole(text, reasoning)
+            if content.strip():  # some families strip it where a block follows, and only there
+                content = text[: len(text) - len(text.lstrip())] + content.lstrip()
         for attempt in parsed.tool_calls:
             arguments = _arguments(attempt)
             if attempt.status in _USABLE and attempt.name and arguments is not None:
@@ -170,7 +174,16 @@ class Chat:
                 after = before + after
                 starts = [at for opener, _ in self._markers.tools if (at := text.find(opener)) >= 0]
                 text = after if closed else text[min(starts, default=0) :]
-        return text.strip()
+        return self._leading_space(text, prompt) + text.strip()
+
+    def _leading_space(self, text: str, prompt: np.ndarray) -> str:
+        """What of it the family keeps in front of an answer, as it shows where no block follows."""
+        space = text[: len(text) - len(text.lstrip())]
+        if not space:
+            return ""
+        closing = self._markers.reasoning[1] if self._markers and self._markers.reasoning else ""
+        said = self.tokenizer.encode(f"{closing if self._in_reasoning(prompt) else ''}{space}x")
+        return self.renderer.parse_response(said, prompt_ids=self._tail(prompt)).content.removesuffix("x")
 
     def _in_reasoning(self, prompt: np.ndarray) -> bool:
         """Whether the prompt has begun the reasoning that the answer goes on with."""
