@@ -229,6 +229,7 @@ FAMILY_CALLS = [
     ("qwen3.6", "Hm.\n</think>\n\n" + QWEN35_CALL, "<|im_end|>"),
     ("qwen3.8", "Hm.\n</think>\n\n" + QWEN35_CALL, "<|im_end|>"),
     ("qwen3-vl", CALL, "<|im_end|>"),
+    ("prime-qwen3", "<think>\nHm.\n</think>\n\n" + QWEN35_CALL, "<|im_end|>"),
     ("llama-3", '{"name": "f", "parameters": {"a": 1}}', "<|eot_id|>"),
 ]
 

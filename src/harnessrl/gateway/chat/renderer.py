@@ -201,7 +201,7 @@ class Chat:
 
         Empty where nothing is forced, or where the family's calls are not known well enough.
         """
-        if choice == "auto" or self.config["name"] not in ("chatml", "qwen3", "prime-qwen3"):
+        if choice == "auto" or self.config["name"] not in ("chatml", "qwen3"):
             return []
         text = f'{TOOL_OPEN}\n{{"name": "'
         if choice != "required":
