@@ -51,7 +51,7 @@ $(VERL)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VERL)
 	$(VERL)/bin/python -m pip install --quiet --upgrade pip
 	$(VERL)/bin/python -m pip install --quiet "$(TORCH)"
-	$(VERL)/bin/python -m pip install --quiet -e ".[verl]" openai pytest pytest-asyncio pytest-timeout
+	$(VERL)/bin/python -m pip install --quiet -e ".[verl]" hypothesis openai pytest pytest-asyncio pytest-timeout
 	@touch $@
 
 # vLLM has a say in the versions of torch and transformers: an environment of its own, of 3.3 GB.

@@ -10,6 +10,12 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# The same examples in each run; `HYPOTHESIS_PROFILE=explore pytest …` looks for new ones.
+settings.register_profile("fixed", derandomize=True)
+settings.register_profile("explore")
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -29,7 +29,7 @@ TEXTS = st.lists(PIECES, max_size=10).map("".join)
 def streamed(name: str, text: str, sizes: list[int], tools: list, stops: list[str]) -> tuple[Delta, Whole]:
     model = chat_of(name)
     prompt = model.render([{"role": "user", "content": "Go"}], tools)
-    ids = TOKENIZER.encode(text)
+    ids, sizes = TOKENIZER.encode(text), list(sizes)
     said: list[int] = []
     parser, words, matcher = model.stream(said, prompt, tools, "id"), Detokenizer(TOKENIZER), StopMatcher(stops)
     joined = Delta()

@@ -139,8 +139,9 @@ class StreamParser:
 
     def _in_reasoning(self, delta: Delta) -> bool:
         assert self._reasoning is not None
-        self._text = self._text.replace(self._reasoning[0], "")  # within reasoning an opener says nothing
         before, closed, after = self._text.partition(self._reasoning[1])
+        before = before.replace(self._reasoning[0], "")  # within reasoning an opener says nothing
+        self._text = before + closed + after
         if closed:
             self._offer(delta, "reasoning", before)
             if self._state == "reasoning":
@@ -153,16 +154,14 @@ class StreamParser:
         return False
 
     def _in_content(self, delta: Delta) -> bool:
-        again = [at for marker in self._reasoning or () if (at := self._text.find(marker)) >= 0]
-        if again:  # families differ in what reasoning within the content is: the whole parse decides
-            self._offer(delta, "content", self._text[: min(again)])
-            self._state = "held"
-            return True
-        starts = [at for opener, _ in self._blocks if (at := self._text.find(opener)) >= 0]
+        # Families differ in what reasoning within the content is: there the whole parse decides.
+        marks = [(opener, "blocks") for opener, _ in self._blocks] + [(m, "held") for m in self._reasoning or ()]
+        starts = [(at, state) for mark, state in marks if (at := self._text.find(mark)) >= 0]
         if starts:
-            self._offer(delta, "content", self._text[: min(starts)])
+            at, state = min(starts)
+            self._offer(delta, "content", self._text[:at])
             if self._state == "content":
-                self._text, self._state = self._text[min(starts) :], "blocks"
+                self._text, self._state = self._text[at:], state
             return True
         self._text = self._offer(delta, "content", self._text)
         return False
