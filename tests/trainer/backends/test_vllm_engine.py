@@ -67,7 +67,8 @@ def test_an_engine_that_is_killed_ends_the_run_and_says_so(tmp_path: Path, vllm_
     assert process.returncode == 1 and "Traceback" not in said
     assert "engine" in said.strip().splitlines()[-1], said
     assert not [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or [])]
-    assert not [p for p in psutil.process_iter(["name"]) if "VLLM::" in p.info["name"] and p.ppid() == 1]
+    orphans = [p for p in psutil.process_iter(["name"]) if "VLLM::" in p.info["name"] and p.ppid() == 1]
+    assert all(p.status() == psutil.STATUS_ZOMBIE for p in orphans)  # not every init collects its dead at once
 
 
 def test_an_engine_that_does_not_start_says_why(tmp_path: Path, vllm_settings: dict) -> None:
