@@ -90,9 +90,9 @@ class KubernetesRun(Wire):
     """Working directory; default: the image's own. With `setup` or `evaluate` a fresh folder, by default
     `/rollout`, which they share with the agent."""
     setup: list[str] | None = None
-    """Run to completion before the agent, in the same image; a failure is infrastructure's."""
+    """Run to completion before the agent, in a container like its own; a failure is infrastructure's."""
     evaluate: list[str] | None = None
-    """Run after the agent ended well, in the same image, with a key that may reward."""
+    """Run after the agent ended well, in a container like its own, with a key that may reward."""
 
 
 class RolloutConfig(Wire):

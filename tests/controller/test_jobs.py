@@ -112,6 +112,22 @@ def test_templates_of_v1() -> None:
     assert env["OPENAI_API_KEY"] == "own" and "AGL_EVENT_URL" in env
 
 
+def test_a_template_is_evaluated_in_copies_of_its_container() -> None:
+    run = KubernetesRun(job_template=TEMPLATE, setup=["prepare"], evaluate=["grade", "{{ input.q }}"])
+    given = claim(run, {"q": "1"}).model_copy(update={"evaluator_key": "its-key"})
+    pod = manifest(given, "c1", "http://gateway:8080", OPTIONS)["spec"]["template"]["spec"]
+    stages = {stage["name"]: stage for stage in [*pod["initContainers"], *pod["containers"]]}
+    assert list(stages) == ["setup", "agent", "evaluate"]
+    assert {stage["image"] for stage in stages.values()} == {"agent:1"}
+    assert (stages["setup"]["command"], stages["evaluate"]["command"]) == (["prepare"], ["grade", "1"])
+    assert "command" not in stages["agent"]
+    keys = {v["name"]: v["valueFrom"]["secretKeyRef"]["key"] for v in stages["evaluate"]["env"] if "valueFrom" in v}
+    assert keys["AGL_KEY"] == "evaluator"
+    two = TEMPLATE + "      - {name: sidecar, image: b}\n"
+    with pytest.raises(StartError, match="one container"):
+        made(KubernetesRun(job_template=two, evaluate=["grade"]), {"q": ""})
+
+
 @pytest.mark.parametrize(
     ("template", "message"),
     [

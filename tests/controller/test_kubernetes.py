@@ -226,6 +226,10 @@ def test_a_job_template_of_v1(cluster: Cluster, controller: Process, gateway: Ga
     template = TEMPLATE.replace("IMAGE", IMAGE).replace("PYTHON", PYTHON)
     (rollout,) = cluster.post(KubernetesRun(job_template=template), {"script": REWARD})
     assert gateway.ended(rollout).status.state == "succeeded"
+    evaluated = KubernetesRun(job_template=template, evaluate=[PYTHON, "-c", REWARD])
+    (rollout,) = cluster.post(evaluated, {"script": "print('worked')"})
+    assert gateway.ended(rollout).status.state == "succeeded"
+    assert gateway.ask(get_events(rollout.rollout_id, "log"))[0].data["text"].startswith("worked")
 
 
 def test_reasons_are_told_apart(cluster: Cluster, controller: Process, gateway: Gateway) -> None:

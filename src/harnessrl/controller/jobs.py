@@ -17,7 +17,7 @@ import jinja2
 import yaml
 
 from harnessrl.controller.environment import StartError, model_environment, rendered
-from harnessrl.schemas import AttemptEnd, Claim, FailureKind, Json
+from harnessrl.schemas import AttemptEnd, Claim, FailureKind, Json, KubernetesRun
 
 CONTROLLER_LABEL = "harnessrl/controller"
 ROLLOUT_ANNOTATION = "harnessrl/rollout-id"
@@ -137,8 +137,6 @@ def _environment(claim: Claim, agent_url: str, secret_name: str, whose: str) -> 
 
 
 def _from_template(text: str, claim: Claim, name: str) -> Json:
-    if claim.rollout.config.evaluated:
-        raise StartError("`evaluate` needs an `image`: with a `job_template`, reward from outside of the Job")
     jinja = jinja2.Environment(undefined=jinja2.StrictUndefined)
     jinja.filters["yaml_escape"] = _yaml_escape
     rollout = claim.rollout
@@ -159,6 +157,14 @@ def _from_template(text: str, claim: Claim, name: str) -> Json:
         raise StartError("job_template is not a Job with spec.template.spec.containers") from error
     if job.get("kind") != "Job" or not containers:
         raise StartError("job_template is not a Job with at least one container")
+    run = rollout.config.k8s
+    assert run is not None
+    if run.setup or run.evaluate:
+        if len(containers) > 1:
+            raise StartError("`setup` and `evaluate` need a job_template with one container")
+        agent = {**containers[0], "name": "agent"}
+        common = {name: value for name, value in agent.items() if name not in ("name", "command", "args")}
+        _add_stages(job["spec"]["template"]["spec"], run, common, agent, claim)
     return job
 
 
@@ -194,19 +200,21 @@ def _from_image(claim: Claim, name: str, options: JobOptions) -> Json:
         shared = run.cwd or "/rollout"
         common.update(workingDir=shared, volumeMounts=[{"name": "rollout", "mountPath": shared}])
         pod["volumes"] = [{"name": "rollout", "emptyDir": {}}]
-    stages = [
-        _container(stage, command, common, claim)
-        for stage, command in (("setup", run.setup), ("agent", run.command), ("evaluate", run.evaluate))
-        if command or stage == "agent"
-    ]
-    # A pod's init containers run one after the other, each after the one before ended well.
-    pod.update(initContainers=stages[:-1], containers=stages[-1:])
+    _add_stages(pod, run, common, _container("agent", run.command, common, claim), claim)
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
         "metadata": {"name": name},
         "spec": {"template": {"spec": pod}},
     }
+
+
+def _add_stages(pod: Json, run: KubernetesRun, common: Json, agent: Json, claim: Claim) -> None:
+    """Set-up, agent and evaluation: init containers run one by one, each after the one before ended well."""
+    setup = [_container("setup", run.setup, common, claim)] if run.setup else []
+    evaluate = [_container("evaluate", run.evaluate, common, claim)] if run.evaluate else []
+    *before, last = [*setup, agent, *evaluate]
+    pod.update(initContainers=[*pod.get("initContainers", []), *before], containers=[last])
 
 
 def _container(stage: str, command: list[str] | None, common: Json, claim: Claim) -> Json:
