@@ -99,7 +99,6 @@ class TorchBackend:
                 kind="token",
                 tokenizer=str(self._folder),
                 renderer=self._config.model.renderer,
-                max_model_len=self._config.engine.max_len,
             )
         ]
 
