@@ -14,6 +14,7 @@ import structlog
 
 from harnessrl.client import (
     AsyncClient,
+    GatewayError,
     create_rollouts,
     delete_rollout,
     get_calls,
@@ -23,7 +24,7 @@ from harnessrl.client import (
 )
 from harnessrl.config import AgentConfig
 from harnessrl.schemas import TERMINAL, Json, Metadata, NewRollout, RolloutConfig
-from harnessrl.trainer.rollout import FinishedRollout, finished_rollout
+from harnessrl.trainer.rollout import FinishedRollout, deleted_rollout, finished_rollout
 
 __all__ = ["CollectedGroup", "Collector"]
 
@@ -160,7 +161,7 @@ class Collector:
             try:
                 async for cursor, rollout_id, state in self._gateway.rollout_changes(after=seen):
                     seen, lost = cursor, False
-                    if state in TERMINAL and rollout_id in self._running:
+                    if (state in TERMINAL or state == "deleted") and rollout_id in self._running:
                         await self._finish(rollout_id)
             except httpx.TransportError as error:
                 if not lost:
@@ -169,15 +170,24 @@ class Collector:
             await asyncio.sleep(RECONNECT_SECONDS)
 
     async def _finish(self, rollout_id: str) -> None:
-        detail, events, calls = await asyncio.gather(
-            self._gateway(get_rollout(rollout_id)),
-            self._gateway(get_events(rollout_id, event_type="reward")),
-            self._gateway(get_calls(rollout_id)),
-        )
+        try:
+            detail, events, calls = await asyncio.gather(
+                self._gateway(get_rollout(rollout_id)),
+                self._gateway(get_events(rollout_id, event_type="reward")),
+                self._gateway(get_calls(rollout_id)),
+            )
+        except GatewayError as error:
+            if error.status != 404:
+                raise
+            detail, events, calls = None, [], []
         group = self._running.pop(rollout_id, None)
         if group is None:
             return
-        finished = finished_rollout(detail.rollout, events, calls)
+        finished = (
+            finished_rollout(detail.rollout, events, calls)
+            if detail
+            else deleted_rollout(rollout_id, group.group_id)
+        )
         group.rollouts.append(finished)
         self._on_rollout(finished)
         if group.complete:

@@ -12,7 +12,7 @@ import numpy as np
 from harnessrl.client import full_prompts
 from harnessrl.schemas import Call, Event, FailureKind, Rollout, State
 
-__all__ = ["FinishedRollout", "finished_rollout"]
+__all__ = ["FinishedRollout", "deleted_rollout", "finished_rollout"]
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,21 @@ def finished_rollout(rollout: Rollout, events: list[Event], calls: list[Call]) -
         rewards_by_call=of_calls,
         calls=ordered,
         prompts=full_prompts(ordered),
+    )
+
+
+def deleted_rollout(rollout_id: str, group_id: str) -> FinishedRollout:
+    """What is left of a rollout that somebody deleted while it was waited for: its group goes on without it."""
+    return FinishedRollout(
+        rollout_id=rollout_id,
+        group_id=group_id,
+        state="failed",
+        failure_kind="infra",
+        error_message="the rollout was deleted",
+        reward=None,
+        rewards_by_call={},
+        calls=[],
+        prompts={},
     )
 
 

@@ -97,12 +97,15 @@ class TaskDealer:
 
     def __init__(self, tasks: list[Json], seed: int, position: int = 0):
         self._tasks, self._seed, self.position = tasks, seed, position
+        self._epoch, self._order = -1, list[int]()
 
     def __iter__(self) -> Iterator[Json]:
         return self
 
     def __next__(self) -> Json:
         epoch, index = divmod(self.position, len(self._tasks))
-        order = random.Random(f"{self._seed}/{epoch}").sample(range(len(self._tasks)), len(self._tasks))
+        if epoch != self._epoch:
+            everyone = range(len(self._tasks))
+            self._epoch, self._order = epoch, random.Random(f"{self._seed}/{epoch}").sample(everyone, len(everyone))
         self.position += 1
-        return self._tasks[order[index]]
+        return self._tasks[self._order[index]]
