@@ -73,7 +73,7 @@ browser:
 	fi
 
 test-fast: setup lint
-	$(RUN) -m pytest -m "not slow"
+	$(RUN) -m pytest -n 2 -m "not slow"
 
 lint: setup
 	$(VENV)/bin/ruff check .
