@@ -281,19 +281,6 @@ async def test_agents_are_known_by_name(tmp_path: Path) -> None:
         assert [c.agent for c in await gateway.calls()] == ["writer", "checker", None, "planner"]
 
 
-async def test_an_engine_whose_logprobs_ignore_temperature_is_refused(tmp_path: Path) -> None:
-    async with (
-        ScriptedEngine(TOKENIZER, lambda _: "x") as engine,
-        proxied(tmp_path, engine.endpoint(TINY), train_temperature=0.7) as gateway,
-    ):
-        ask: Any = {"model": "m", "messages": [{"role": "user", "content": "Go"}]}
-        with pytest.raises(openai.InternalServerError, match="processed_logprobs"):
-            await gpt(gateway).chat.completions.create(**ask)
-        engine.scaled = True
-        await gateway.gateway.proxy.endpoints_changed()
-        await gpt(gateway).chat.completions.create(**ask)
-
-
 async def test_serve_speaks_the_same_without_rollouts() -> None:
     from harnessrl.gateway.served import ServeApp
 

@@ -12,7 +12,9 @@ import torch
 from proxy_kit import TINY, contexts, proxied
 from transformers import AutoModelForCausalLM
 
+from harnessrl.cli.services import vllm_service
 from harnessrl.client import full_prompts
+from harnessrl.config import Config
 from harnessrl.engine.model import load_tokenizer
 from harnessrl.schemas import Call, Endpoint, Pause
 from harnessrl.trainer.backends.torch import TorchBackend
@@ -114,3 +116,28 @@ async def test_a_chat_endpoint_gives_ids_and_logprobs(vllm_url: str, tmp_path: P
     gap = np.abs(np.array(call.logprobs) - recomputed(tmp_path / "saved", call)).max()
     print(f"largest gap: {gap:.1e}")
     assert gap < TOLERANCE
+
+
+@pytest.mark.parametrize("mode", ["processed_logprobs", "raw_logprobs"])
+async def test_the_probe_tells_the_two_modes_of_logprobs_apart(
+    vllm_settings: dict[str, Any], tmp_path: Path, mode: str
+) -> None:
+    own_weights = ["--load-format", "auto", "--hf-overrides", "{}"]
+    arguments = [*vllm_settings["args"], "--logprobs-mode", mode, *own_weights]
+    engine = {**vllm_settings, "args": arguments, "max_len": 2048, "max_batch": 4}
+    ask: Any = {"model": "any", "messages": [{"role": "user", "content": "Go"}], "max_tokens": 4}
+    with vllm_service(Config.model_validate({"model": {"path": TINY}, "engine": engine}), tmp_path) as service:
+        urls: Any = {"token": service.address, "chat": f"{service.address}/v1"}
+        for kind, url in urls.items():
+            endpoint = Endpoint(
+                model="policy", endpoint=url, kind=kind, tokenizer=TINY, renderer={"name": "chatml"}
+            )
+            async with (
+                proxied(tmp_path / kind, endpoint, train_temperature=0.7) as gateway,
+                openai.AsyncOpenAI(base_url=gateway.base(), api_key="k", max_retries=0) as client,
+            ):
+                if mode == "processed_logprobs":
+                    await client.chat.completions.create(**ask)
+                    continue
+                with pytest.raises(openai.InternalServerError, match="ignore the temperature"):
+                    await client.chat.completions.create(**ask)

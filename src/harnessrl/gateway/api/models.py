@@ -18,6 +18,7 @@ async def register(endpoints: list[Endpoint], gateway: GatewayDep) -> Response:
             raise HTTPException(422, f"The endpoint {endpoint.endpoint!r} is no URL: it has to begin with http://")
     await gateway.store.put_endpoints(endpoints)
     await gateway.proxy.endpoints_changed()
+    gateway.proxy.probe()
     return answer(endpoints, 201)
 
 

@@ -44,8 +44,8 @@ class ProxyApp:
             settings.connect_seconds, settings.read_seconds, settings.health_seconds, gate.look_again
         )
         self._routing = Routing(settings.model, settings.agent)
-        self._probe = Probe(self._engines)
-        self._services = Services(store, settings, gate, self._engines, self._routing, metrics, self._probe)
+        self._probe = Probe(self._engines, gate)
+        self._services = Services(store, settings, gate, self._engines, self._routing, metrics)
         self._attempts = Attempts(store)
         self._calls = 0
 
@@ -56,6 +56,7 @@ class ProxyApp:
         self._attempts.start()
 
     async def close(self) -> None:
+        self._probe.close()
         await self._attempts.close()
         await self._engines.close()
 
@@ -71,8 +72,14 @@ class ProxyApp:
         """The registered engines are others now; returns when calls go by the new list."""
         self._routing.endpoints = await self._store.endpoints()
         self._engines.forget()
-        self._probe.forget()
+        self._probe.registered(self._routing.endpoints)
         self._gate.look_again()
+
+    def probe(self) -> None:
+        """Ask the policy's engines, beside all else, what their log-probabilities mean."""
+        policy = self._routing.route(None, {})
+        if policy.trainable:
+            self._probe.ask(policy.endpoints)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         exchange = Exchange(scope, receive, send)
@@ -180,6 +187,8 @@ class ProxyApp:
         except EngineFailed as error:
             raise RequestError("no model server", 503, "no_model_server", retry_after=5) from error
         found = route()
+        if context.mode == "train" and found.trainable and self._settings.train_temperature != 1:
+            await self._probe.check(found.endpoints)
         kind = TokenCall if found.endpoints[0].kind == "token" else ChatCall
         await kind(self._services, context, dialect, exchange, found, body).serve()
 

@@ -13,7 +13,6 @@ from harnessrl.gateway.metrics import Metrics
 from harnessrl.gateway.proxy.attempts import Attempt
 from harnessrl.gateway.proxy.engine import EngineFailed, Engines
 from harnessrl.gateway.proxy.gate import Gate, Paused
-from harnessrl.gateway.proxy.probe import Probe
 from harnessrl.gateway.proxy.routing import Routing
 from harnessrl.gateway.settings import Settings
 from harnessrl.gateway.store import CallRecord, Store
@@ -34,7 +33,6 @@ class Services:
     engines: Engines
     routing: Routing
     metrics: Metrics
-    probe: Probe
 
     async def keep(self, call: CallRecord, upstream_seconds: float) -> None:
         """Record a call; durable when this returns."""

@@ -89,8 +89,6 @@ class TokenCall:
             sample = Sample(self._context.call_id, 0, chat, request, prompt, Plan({}, 1.0))
             await self._services.keep(self._failed_record(sample, error), self._context.upstream)
             raise
-        if mode == "train" and trainable and how.temperature != 1.0:
-            await self._check_temperature(prompt, how)
         if request.grammar is not None:
             if facts.get("owned_by") != "vllm":
                 raise RequestError(
@@ -100,16 +98,6 @@ class TokenCall:
             schema = request.grammar.get("schema")
             how.params["structured_outputs"] = {"json": schema} if schema else {"json_object": True}
         return how
-
-    async def _check_temperature(self, prompt: Prompt, how: Plan) -> None:
-        endpoint = self._route.endpoints[0]
-        if await self._services.probe.ignores_temperature(endpoint, prompt.ids.tolist(), how.params):
-            raise RequestError(
-                f"The log-probabilities of {endpoint.endpoint} ignore the temperature: train at temperature 1, or "
-                "start vLLM with --logprobs-mode processed_logprobs.",
-                503,
-                "logprobs_ignore_temperature",
-            )
 
     async def _rebuild(self, attempt: Attempt, chat: Chat) -> None:
         """Remember what an earlier gateway recorded of this attempt."""
