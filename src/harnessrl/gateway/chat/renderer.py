@@ -1,6 +1,7 @@
 """Which renderer serves a model, by explicit configuration, and what the gateway makes of it: a `Chat`."""
 
 import json
+import re
 import threading
 from collections.abc import Sequence
 from functools import lru_cache
@@ -10,7 +11,6 @@ import numpy as np
 from renderers import Message, ParsedToolCall, Renderer, ToolCallParseStatus, config_from_name, create_renderer
 from renderers.base import RENDERER_REGISTRY, _populate_registry
 from renderers.configs import DefaultRendererConfig
-from renderers.reasoning import prompt_ends_in_reasoning
 
 from harnessrl.gateway.chat.canonical import ToolCall
 from harnessrl.gateway.chat.chatml import TOOL_CLOSE, TOOL_OPEN, ChatML, ChatMLConfig
@@ -22,7 +22,8 @@ __all__ = ["Chat", "known_renderers", "load_chat", "make_renderer"]
 
 _THINK = ("<think>", "</think>")
 _HERMES = Markers(_THINK, ((TOOL_OPEN, TOOL_CLOSE),))
-_KIMI = Markers(_THINK, (("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),))
+_KIMI = Markers(_THINK, (("<|tool_calls_section_begin|>", "<|tool_call_end|>"),))
+_DEEPSEEK = Markers(_THINK, (("<｜tool▁calls▁begin｜>", "<｜tool▁call▁end｜>"),))
 _MARKERS = {
     "chatml": Markers(None, ((TOOL_OPEN, TOOL_CLOSE),)),
     "qwen3": _HERMES,
@@ -41,9 +42,23 @@ _MARKERS = {
     "minimax-m2": Markers(_THINK, (("<minimax:tool_call>", "</minimax:tool_call>"),)),
     "kimi-k2": _KIMI,
     "kimi-k2.5": _KIMI,
-    "deepseek-r1": Markers(_THINK),
+    "deepseek-v3": _DEEPSEEK,
+    "deepseek-r1": _DEEPSEEK,
+    "deepseek-v4": Markers(_THINK, (("<｜DSML｜", "</｜DSML｜invoke>"),)),
+    "hy3": Markers(
+        ("<think:opensource>", "</think:opensource>"),
+        tuple((f"<{name}:opensource>", "</tool_call:opensource>") for name in ("tool_calls", "tool_call")),
+    ),
+    "laguna-xs.2": _HERMES,
+    "laguna-m.1": _HERMES,
+    "laguna-xs-2.1": _HERMES,
+    "laguna-s-2.1": _HERMES,
+    "gemma4": Markers(("<|channel>", "<channel|>"), (("<|tool_call>", "<tool_call|>"),), "thought\n"),
 }
 """How a family's answers can be streamed. Families that are not here go out in one piece at the end."""
+
+_LOST_NEWLINE = frozenset({"laguna-xs.2", "laguna-m.1"})
+"""Their template puts a line break behind an answer's end; their bridge forgets it where the end was sampled."""
 
 
 def known_renderers() -> list[str]:
@@ -77,6 +92,7 @@ def _template_tokenizer(name: str) -> Any:
     return AutoTokenizer.from_pretrained(name)
 
 
+_NATIVE_ID = re.compile(r"functions\.[\w.-]{1,64}:\d{1,6}")
 _USABLE = frozenset({ToolCallParseStatus.OK, ToolCallParseStatus.INVALID_JSON})
 """With a name and arguments: an XML value that is not of its declared type is passed on as text."""
 
@@ -135,6 +151,8 @@ class Chat:
         if bridged is None or bridged.token_ids[: len(before)] != before:
             return None
         added = np.asarray(bridged.token_ids[len(before) :], dtype=np.int32)
+        if self.config["name"] in _LOST_NEWLINE and len(sampled) and int(sampled[-1]) in self.stop_ids:
+            added = np.concatenate([np.asarray(self.tokenizer.encode("\n"), dtype=np.int32), added])
         return np.concatenate([prompt, sampled, added])
 
     def text(self, sampled: Sequence[int]) -> str:
@@ -148,6 +166,12 @@ class Chat:
         reasoning = (parsed.reasoning_content or "").strip()
         calls: list[ToolCall] = []
         content = parsed.content
+        if not parsed.reasoning_complete:
+            content = content or self._text_before_open(sampled, prompt)
+        elif not parsed.tool_calls:
+            text = self._text_after(reasoning, sampled, prompt)
+            if self._has_block(text) and not self._has_block(content):
+                return Whole(text, reasoning)
         if parsed.tool_calls:
             text = self._text_after(reasoning, sampled, prompt)
             if not tools:  # nothing was offered: what looks like a call is text
@@ -157,7 +181,8 @@ class Chat:
         for attempt in parsed.tool_calls:
             arguments = _arguments(attempt)
             if attempt.status in _USABLE and attempt.name and arguments is not None:
-                calls.append(ToolCall(f"call_{call_id[:24]}{len(calls)}", attempt.name, arguments))
+                own = _own_id(attempt, calls) or f"call_{call_id[:24]}{len(calls)}"
+                calls.append(ToolCall(own, attempt.name, arguments))
             else:
                 raw = self._raw(attempt, sampled)
                 content = f"{content}\n{raw}" if content else raw
@@ -171,10 +196,21 @@ class Chat:
             if reasoning or self._in_reasoning(prompt) or text.lstrip().startswith(opening):
                 before = "" if self._in_reasoning(prompt) else text.partition(opening)[0]
                 _, closed, after = text.partition(closing)
-                after = before + after
-                starts = [at for opener, _ in self._markers.tools if (at := text.find(opener)) >= 0]
-                text = after if closed else text[min(starts, default=0) :]
+                found = [text.find(opener, len(before)) for opener, _ in self._markers.tools]
+                start = min((at for at in found if at >= 0), default=len(before))
+                text = before + (after if closed else text[start:])
         return self._leading_space(text, prompt) + text.strip()
+
+    def _text_before_open(self, sampled: Sequence[int], prompt: np.ndarray) -> str:
+        """What was said before the reasoning that the answer ends in."""
+        if not self._markers or not self._markers.reasoning:
+            return ""
+        (opening, closing), text = self._markers.reasoning, self.text(sampled)
+        begins = self._in_reasoning(prompt) or text.lstrip().startswith(opening)
+        return (text.partition(closing)[2] if begins else text).partition(opening)[0].strip()
+
+    def _has_block(self, text: str) -> bool:
+        return self._markers is not None and any(opener in text for opener, _ in self._markers.tools)
 
     def _leading_space(self, text: str, prompt: np.ndarray) -> str:
         """What of it the family keeps in front of an answer, as it shows where no block follows."""
@@ -187,7 +223,8 @@ class Chat:
 
     def _in_reasoning(self, prompt: np.ndarray) -> bool:
         """Whether the prompt has begun the reasoning that the answer goes on with."""
-        return prompt_ends_in_reasoning(self.tokenizer, self._tail(prompt), initial_only=False)
+        probe = self.renderer.parse_response(self.tokenizer.encode("x"), prompt_ids=self._tail(prompt))
+        return bool(probe.reasoning_content)
 
     def stream(self, sampled: list[int], prompt: np.ndarray, tools: list[Json], call_id: str) -> StreamParser:
         """A parser of the text of `sampled`, a list that grows while it is used."""
@@ -221,6 +258,12 @@ class Chat:
             return attempt.raw
         start, end = attempt.token_span
         return self.tokenizer.decode(sampled[start:end])
+
+
+def _own_id(call: ParsedToolCall, others: list[ToolCall]) -> str | None:
+    """The id that the model gave: Kimi's prompts name results by it."""
+    usable = call.id and _NATIVE_ID.fullmatch(call.id) and all(call.id != other.id for other in others)
+    return call.id if usable else None
 
 
 def _arguments(call: ParsedToolCall) -> str | None:

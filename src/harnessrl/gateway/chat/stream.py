@@ -68,6 +68,8 @@ class Markers:
 
     reasoning: tuple[str, str] | None = None
     tools: tuple[tuple[str, str], ...] = ()
+    label: str = ""
+    """What stands behind the mark that opens the reasoning; such a mark is the answer's very first token."""
 
 
 PLAIN = Markers()
@@ -92,6 +94,8 @@ class StreamParser:
 
     def __init__(self, markers: Markers | None, parse: Callable[[], Whole], in_reasoning: bool, tools: bool):
         self._reasoning = markers.reasoning if markers else None
+        self._labelled = bool(markers and markers.label)
+        self._opening = self._reasoning[0] + markers.label if markers and self._reasoning else ""
         self._openers = [opener for opener, _ in markers.tools] if markers else []
         self._blocks = markers.tools if markers and tools else ()
         self._parse = parse
@@ -127,8 +131,8 @@ class StreamParser:
         return False
 
     def _in_start(self, _: Delta) -> bool:
-        body = self._text.lstrip()
-        opening = self._reasoning[0] if self._reasoning else ""
+        body = self._text if self._labelled else self._text.lstrip()
+        opening = self._opening
         if len(body) < len(opening) and opening.startswith(body):
             return False
         if opening and body.startswith(opening):
@@ -142,13 +146,13 @@ class StreamParser:
         before, closed, after = self._text.partition(self._reasoning[1])
         before = before.replace(self._reasoning[0], "")  # within reasoning an opener says nothing
         self._text = before + closed + after
+        if any(opener in before for opener in self._openers):
+            self._state = "held"  # a call inside the reasoning may end it: the whole parse decides
+            return True
         if closed:
             self._offer(delta, "reasoning", before)
             if self._state == "reasoning":
                 self._text, self._state = after, "content"
-            return True
-        if any(opener in self._text for opener in self._openers):
-            self._state = "held"  # a call inside the reasoning may end it: the whole parse decides
             return True
         self._text = self._offer(delta, "reasoning", self._text)
         return False
