@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harnessrl.gateway.chat.canonical import Delta, ToolCall
+from harnessrl.gateway.chat.renderer import known_renderers
 from harnessrl.gateway.chat.stream import Detokenizer, StopMatcher, Whole
 
 HEADERS = "<｜hy_Assistant:opensource｜>"  # read over at the beginning, but not before a block
@@ -61,6 +62,10 @@ def add(joined: Delta, delta: Delta) -> None:
     joined.content += delta.content
     joined.reasoning += delta.reasoning
     joined.tool_calls += delta.tool_calls
+
+
+def test_every_renderer_is_tested() -> None:
+    assert {name.split()[0] for name in FAMILIES} == set(known_renderers()) - {"default"}
 
 
 @pytest.mark.parametrize("name", ALL_NAMES)
