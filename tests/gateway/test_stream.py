@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from families import ALL_NAMES, FAMILIES, NAMES, TOKENIZER, family_chat
+from families import ALL_NAMES, FAMILIES, TOKENIZER, family_chat
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,6 +32,7 @@ def texts(name: str) -> st.SearchStrategy[str]:
         family.thought,
         family.block,
         family.block[:-9],
+        family.answer,
         *(m for m in family.markers if m not in stops + HEADERS),
     ]
     return st.lists(st.sampled_from(PIECES) | st.sampled_from(own), max_size=10).map("".join)
@@ -114,9 +115,27 @@ def test_text_goes_out_before_the_end_and_calls_when_their_block_closes() -> Non
     assert [call.name for call in seen[-1][1]] == ["f"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL_NAMES)
+def test_each_family_streams(name: str) -> None:
+    model, family = family_chat(name), FAMILIES[name]
+    said: list[int] = []
+    prompt = model.render([{"role": "user", "content": "Go"}], TOOLS)
+    parser, words = model.stream(said, prompt, TOOLS, "id"), model.detokenizer()
+    text = "One, two, three, four, five, six, seven"
+    pieces = []
+    for token in model.tokenizer.encode(family.thought + family.answer + text):
+        said.append(token)
+        if delta := parser.feed(words.feed([token])):
+            pieces.append(delta)
+    assert "".join(delta.content for delta in pieces).endswith(text)
+    assert len(pieces) > 6
+    assert "Hm." not in family.thought or "".join(delta.reasoning for delta in pieces) == "Hm."
+
+
+@pytest.mark.parametrize("name", ALL_NAMES)
 def test_a_malformed_block_is_delivered_as_its_raw_text(name: str) -> None:
-    block = FAMILIES[name].block
-    for bad in ("<tool_call>{oops}", block[: block.index("f") + 1] + " oops}"):
-        _, whole = streamed(name, f"{FAMILIES[name].thought}See {bad}", [], TOOLS, [])
-        assert whole.tool_calls == [] and "oops" in whole.content, name
+    family = FAMILIES[name]
+    begun = family.block[:-2] if name == "gpt-oss" else family.block[: family.block.index("f") + 1]
+    for bad in ("<tool_call>{oops}", begun + " oops}"):
+        _, whole = streamed(name, f"{family.thought}{family.answer}See {bad}", [], TOOLS, [])
+        assert whole.tool_calls == [] and "See" in whole.content and "oops" in whole.content

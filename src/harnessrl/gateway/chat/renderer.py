@@ -14,6 +14,7 @@ from renderers.configs import DefaultRendererConfig
 
 from harnessrl.gateway.chat.canonical import ToolCall
 from harnessrl.gateway.chat.chatml import TOOL_CLOSE, TOOL_OPEN, ChatML, ChatMLConfig
+from harnessrl.gateway.chat.segments import HARMONY, INKLING, SegmentParser
 from harnessrl.gateway.chat.stream import Detokenizer, Markers, StreamParser, Whole
 from harnessrl.gateway.chat.tokenizer import Tokenizer, load_tokenizer
 from harnessrl.schemas import Json
@@ -39,6 +40,7 @@ _MARKERS = {
     "nemotron-3": _HERMES,
     "nemotron-3.5": _HERMES,
     "nemotron-3-ultra": _HERMES,
+    "llama-3": Markers(bare_call="{"),
     "minimax-m2": Markers(_THINK, (("<minimax:tool_call>", "</minimax:tool_call>"),)),
     "kimi-k2": _KIMI,
     "kimi-k2.5": _KIMI,
@@ -55,7 +57,8 @@ _MARKERS = {
     "laguna-s-2.1": _HERMES,
     "gemma4": Markers(("<|channel>", "<channel|>"), (("<|tool_call>", "<tool_call|>"),), "thought\n"),
 }
-"""How a family's answers can be streamed. Families that are not here go out in one piece at the end."""
+_SEGMENTS = {"gpt-oss": HARMONY, "inkling": INKLING}
+"""How a family's answers are streamed. What the `default` renderer serves goes out in one piece at the end."""
 
 _LOST_NEWLINE = frozenset({"laguna-xs.2", "laguna-m.1"})
 """Their template puts a line break behind an answer's end; their bridge forgets it where the end was sampled."""
@@ -108,6 +111,7 @@ class Chat:
         self.can_continue = config["name"] != "default"
         self.drops_reasoning = getattr(self.renderer, "effective_thinking_retention", "template") != "all"
         self._markers = _MARKERS.get(config["name"])
+        self._segments = _SEGMENTS.get(config["name"])
         self._lock = threading.Lock()
         self._variants: dict[str, Chat] = {}
 
@@ -166,13 +170,13 @@ class Chat:
         reasoning = (parsed.reasoning_content or "").strip()
         calls: list[ToolCall] = []
         content = parsed.content
-        if not parsed.reasoning_complete:
+        if parsed.reasoning_complete is False:
             content = content or self._text_before_open(sampled, prompt)
         elif not parsed.tool_calls:
             text = self._text_after(reasoning, sampled, prompt)
             if self._has_block(text) and not self._has_block(content):
                 return Whole(text, reasoning)
-        if parsed.tool_calls:
+        if parsed.tool_calls and not self._segments:
             text = self._text_after(reasoning, sampled, prompt)
             if not tools:  # nothing was offered: what looks like a call is text
                 return Whole(text, reasoning)
@@ -180,7 +184,7 @@ class Chat:
                 content = text[: len(text) - len(text.lstrip())] + content.lstrip()
         for attempt in parsed.tool_calls:
             arguments = _arguments(attempt)
-            if attempt.status in _USABLE and attempt.name and arguments is not None:
+            if tools and attempt.status in _USABLE and attempt.name and arguments is not None:
                 own = _own_id(attempt, calls) or f"call_{call_id[:24]}{len(calls)}"
                 calls.append(ToolCall(own, attempt.name, arguments))
             else:
@@ -203,6 +207,9 @@ class Chat:
 
     def _text_before_open(self, sampled: Sequence[int], prompt: np.ndarray) -> str:
         """What was said before the reasoning that the answer ends in."""
+        if self._segments:
+            closed = [*sampled, *self.tokenizer.encode(self._segments.ends[0])]
+            return self.renderer.parse_response(closed, prompt_ids=self._tail(prompt)).content
         if not self._markers or not self._markers.reasoning:
             return ""
         (opening, closing), text = self._markers.reasoning, self.text(sampled)
@@ -228,10 +235,14 @@ class Chat:
 
     def stream(self, sampled: list[int], prompt: np.ndarray, tools: list[Json], call_id: str) -> StreamParser:
         """A parser of the text of `sampled`, a list that grows while it is used."""
+
+        def parse() -> Whole:
+            return self.parse(sampled, prompt, tools, call_id)
+
+        if self._segments:
+            return SegmentParser(self._segments, parse, self._in_reasoning(prompt), bool(tools))
         in_reasoning = bool(self._markers and self._markers.reasoning) and self._in_reasoning(prompt)
-        return StreamParser(
-            self._markers, lambda: self.parse(sampled, prompt, tools, call_id), in_reasoning, bool(tools)
-        )
+        return StreamParser(self._markers, parse, in_reasoning, bool(tools))
 
     def forced_call(self, choice: str) -> list[int]:
         """Ids with which the assistant must begin so that it calls a tool: `required`, or the tool's name.

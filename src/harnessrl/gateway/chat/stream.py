@@ -70,6 +70,8 @@ class Markers:
     tools: tuple[tuple[str, str], ...] = ()
     label: str = ""
     """What stands behind the mark that opens the reasoning; such a mark is the answer's very first token."""
+    bare_call: str = ""
+    """An answer that begins with this may be a call without marks, which shows at its end only."""
 
 
 PLAIN = Markers()
@@ -94,6 +96,7 @@ class StreamParser:
 
     def __init__(self, markers: Markers | None, parse: Callable[[], Whole], in_reasoning: bool, tools: bool):
         self._reasoning = markers.reasoning if markers else None
+        self._bare_call = markers.bare_call if markers else ""
         self._labelled = bool(markers and markers.label)
         self._opening = self._reasoning[0] + markers.label if markers and self._reasoning else ""
         self._openers = [opener for opener, _ in markers.tools] if markers else []
@@ -132,6 +135,9 @@ class StreamParser:
 
     def _in_start(self, _: Delta) -> bool:
         body = self._text if self._labelled else self._text.lstrip()
+        if self._bare_call and (not body or body.startswith(self._bare_call)):
+            self._state = "held" if body else "start"
+            return False
         opening = self._opening
         if len(body) < len(opening) and opening.startswith(body):
             return False
