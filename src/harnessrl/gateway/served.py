@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from harnessrl.gateway.auth import Auth
-from harnessrl.gateway.body import parse_json
+from harnessrl.gateway.body import read_json
 from harnessrl.gateway.metrics import Metrics
 from harnessrl.gateway.proxy.app import ProxyApp
 from harnessrl.gateway.proxy.gate import Gate
@@ -68,7 +68,7 @@ class ServeApp:
             await self._lifespan(receive, send)
             return
         messages = [message async for message in _whole(receive, self._settings.max_body_bytes)]
-        conversation = _conversation(b"".join(m.get("body", b"") for m in messages))
+        conversation = await _conversation(b"".join(m.get("body", b"") for m in messages))
         live = self._store.live
         live[conversation] = None
         live.move_to_end(conversation)
@@ -104,10 +104,10 @@ async def _whole(receive: Any, limit: int) -> AsyncIterator[Any]:
             return
 
 
-def _conversation(raw: bytes) -> str:
+async def _conversation(raw: bytes) -> str:
     """A name for the conversation that a request belongs to: a digest of how it begins."""
     try:
-        body = parse_json(raw)
+        body = await read_json(raw)
     except ValueError:
         return "none"
     if not isinstance(body, dict):

@@ -11,7 +11,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
 from harnessrl.gateway.auth import ROUTES, Caller
-from harnessrl.gateway.body import parse_json
+from harnessrl.gateway.body import read_json
 
 if TYPE_CHECKING:
     from harnessrl.gateway.app import Gateway
@@ -84,7 +84,7 @@ class StrictRequest(Request):
     async def json(self) -> Any:
         if not hasattr(self, "_json"):
             try:
-                self._json = parse_json(await self.body())
+                self._json = await read_json(await self.body())
             except ValueError as error:
                 raise HTTPException(422, f"The body is not valid JSON: {error}") from error
         return self._json

@@ -28,7 +28,9 @@ class Tokenizer:
 
     def encode(self, text: str, *_: Any, split_special_tokens: bool = False, **__: Any) -> list[int]:
         """Ids of `text`; with `split_special_tokens`, text that looks like a special token is only text."""
-        return (self._plain if split_special_tokens else self._backend).encode(text, add_special_tokens=False).ids
+        backend = self._plain if split_special_tokens else self._backend
+        # Unlike `encode`, this lets other threads run meanwhile.
+        return backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def decode(self, token_ids: Sequence[int], *_: Any, skip_special_tokens: bool = False, **__: Any) -> str:
         return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)

@@ -11,7 +11,7 @@ import uuid
 from typing import Any, cast
 
 from harnessrl.gateway.auth import PROXY, Auth, Refused
-from harnessrl.gateway.body import parse_json
+from harnessrl.gateway.body import read_json
 from harnessrl.gateway.chat.canonical import RequestError
 from harnessrl.gateway.dialects import Dialect
 from harnessrl.gateway.dialects.registry import FAMILIES, ROUTES
@@ -134,7 +134,7 @@ class ProxyApp:
             (listed,) = dialect.models([tail.removeprefix("models/")])["data"]
             await exchange.answer_json(200, listed)
         elif method == "POST" and tail == "messages/count_tokens" and dialect.name == "anthropic_messages":
-            body = _object(await exchange.body(self._settings.max_body_bytes))
+            body = await _object(await exchange.body(self._settings.max_body_bytes))
             route = self._routing.route(body.get("model"), exchange.headers)
             memory = self._attempts.get(rollout_id, attempt_id).memory
             count = await count_tokens(self._services, dialect, route, memory, body)
@@ -168,7 +168,7 @@ class ProxyApp:
         body: Json | RequestError
         context.size = len(raw)
         try:
-            body = _object(raw)
+            body = await _object(raw)
         except RequestError as error:  # said after the pause, as in v1.0
             body = error
         if isinstance(body, dict) and body.get("stream") is True:
@@ -193,9 +193,9 @@ class ProxyApp:
         await kind(self._services, context, dialect, exchange, found, body).serve()
 
 
-def _object(raw: bytearray) -> Json:
+async def _object(raw: bytearray) -> Json:
     try:
-        body = parse_json(raw)
+        body = await read_json(raw)
     except ValueError as error:
         raise RequestError(f"Invalid JSON in request body: {error}") from error
     if not isinstance(body, dict):

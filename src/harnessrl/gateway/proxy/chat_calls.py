@@ -84,7 +84,8 @@ class ChatCall:
         self._sent, notes = self._rewritten()
         self._headers += overridden(notes)
         try:
-            endpoint, answer, whole = await self._exchange.run(self._ask(orjson.dumps(self._sent)))
+            encoded = await self._context.aside(lambda: orjson.dumps(self._sent))
+            endpoint, answer, whole = await self._exchange.run(self._ask(encoded))
         except ClientGone:
             record = self._record(self._route.endpoints[0], Captured())
             record.http_status, record.status, record.trainable = 499, "error", False

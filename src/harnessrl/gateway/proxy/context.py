@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import structlog
 
+from harnessrl.gateway.body import LARGE
 from harnessrl.gateway.metrics import Metrics
 from harnessrl.gateway.proxy.attempts import Attempt
 from harnessrl.gateway.proxy.engine import EngineFailed, Engines
@@ -21,7 +22,6 @@ from harnessrl.schemas import Endpoint, Mode
 __all__ = ["Context", "Services"]
 
 T = TypeVar("T")
-_LARGE = 1 << 20
 _log = structlog.get_logger("proxy")
 
 
@@ -73,7 +73,7 @@ class Context:
 
     async def aside(self, work: Callable[[], T]) -> T:
         """Do `work`, whose time goes by the request's size: a large one's beside the event loop."""
-        return await asyncio.to_thread(work) if self.size > _LARGE else work()
+        return await asyncio.to_thread(work) if self.size > LARGE else work()
 
     @contextmanager
     def at_engine(self, gate: Gate) -> Iterator[None]:

@@ -4,8 +4,9 @@ import asyncio
 import time
 
 import numpy as np
+import orjson
 
-from harnessrl.gateway.chat.canonical import Answer, ChatRequest, Delta, RequestError, Usage
+from harnessrl.gateway.chat.canonical import Answer, ChatRequest, ContextOverflow, Delta, RequestError, Usage
 from harnessrl.gateway.chat.continuation import Memory, Prompt
 from harnessrl.gateway.chat.renderer import Chat, load_chat
 from harnessrl.gateway.chat.stream import PLAIN, StopMatcher, StreamParser, Whole
@@ -29,6 +30,11 @@ _THREAD_CHARS = 40_000
 """Conversations with more text are rendered off the event loop, unless they only go on."""
 _LARGE_CHARS = 500_000
 """Of these even looking whether they go on takes too long."""
+_COUNTED_BYTES = 2 << 20
+"""Larger requests are first counted, in pieces: to make a list of millions of ids stops all other threads."""
+_COUNTED_AT_ONCE = 100_000
+_LONGEST_CONTEXT = 1_000_000
+"""Where an engine doesn't say."""
 
 
 class TokenCall:
@@ -58,6 +64,8 @@ class TokenCall:
         self._agent = self._route.agent or self._services.routing.agent(request.messages)
         chat = chat_of(self._services, self._context.mode, self._route, request)
         await self._context.attempt.rebuild_once(lambda attempt: self._rebuild(attempt, chat))
+        if self._context.size > _COUNTED_BYTES:
+            await asyncio.to_thread(_check_length, chat, request, await self._limit())
         prompt = await prompt_of(chat, self._context.attempt.memory, request)
         if prompt.confirms is not None:
             await self._store.set_delivered(prompt.confirms, True)
@@ -82,9 +90,8 @@ class TokenCall:
         trainable = self._route.trainable
         fixed = settings.val_temperature if mode == "val" else settings.train_temperature if trainable else None
         facts = await self._services.engines.facts(endpoint)
-        limit = endpoint.max_model_len or facts.get("max_model_len")
         try:
-            how = plan(request, mode, fixed, len(prompt.ids), limit, chat.stop_ids, trainable)
+            how = plan(request, mode, fixed, len(prompt.ids), await self._limit(), chat.stop_ids, trainable)
         except RequestError as error:
             sample = Sample(self._context.call_id, 0, chat, request, prompt, Plan({}, 1.0))
             await self._services.keep(self._failed_record(sample, error), self._context.upstream)
@@ -98,6 +105,11 @@ class TokenCall:
             schema = request.grammar.get("schema")
             how.params["structured_outputs"] = {"json": schema} if schema else {"json_object": True}
         return how
+
+    async def _limit(self) -> int | None:
+        """The engine's context, in tokens."""
+        endpoint = self._route.endpoints[0]
+        return endpoint.max_model_len or (await self._services.engines.facts(endpoint)).get("max_model_len")
 
     async def _rebuild(self, attempt: Attempt, chat: Chat) -> None:
         """Remember what an earlier gateway recorded of this attempt."""
@@ -268,6 +280,16 @@ async def prompt_of(chat: Chat, memory: Memory, request: ChatRequest) -> Prompt:
         return memory.prompt(chat, request)
     except ValueError as error:
         raise RequestError(f"These messages can't be rendered: {error}", param="messages") from error
+
+
+def _check_length(chat: Chat, request: ChatRequest, limit: int | None) -> None:
+    """Raises `ContextOverflow` for what is about twice too long or more, without rendering it."""
+    limit, tokens = limit or _LONGEST_CONTEXT, 0
+    text = orjson.dumps([request.prompt, request.messages, request.tools], default=str).decode()
+    for begin in range(0, len(text), _COUNTED_AT_ONCE):
+        tokens += len(chat.tokenizer.encode(text[begin : begin + _COUNTED_AT_ONCE]))
+        if tokens > 2 * limit:
+            raise ContextOverflow(tokens, limit)
 
 
 async def count_tokens(services: Services, dialect: Dialect, route: Route, memory: Memory, body: Json) -> int:
