@@ -6,13 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from families import ALL_NAMES, FAMILIES, TOKENIZER, chat, family_chat
+from families import ALL_NAMES, FAMILIES, TINY, TOKENIZER, chat, family_chat
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harnessrl.gateway.chat.canonical import Answer, ChatRequest, Usage
 from harnessrl.gateway.chat.continuation import Memory, Prompt, _named
 from harnessrl.gateway.chat.renderer import Chat
+from harnessrl.gateway.chat.tokenizer import load_tokenizer
 from harnessrl.gateway.dialects.openai_chat import OpenAIChat
 
 TOOLS: Any = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
@@ -269,6 +270,11 @@ def test_a_tool_cycle_is_exact_with_and_without_the_end_of_turn(name: str) -> No
             context = attempt.context
             (call,) = messages[-1]["tool_calls"]
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": f"r{turn}"})
+
+
+def test_a_renderer_of_another_family_is_refused_in_one_sentence() -> None:
+    with pytest.raises(ValueError, match=r"'gemma4' does not work with the tokenizer .*<bos>.* Name the one"):
+        Chat(load_tokenizer(str(TINY)), {"name": "gemma4"})
 
 
 def test_kimi_names_results_by_the_id_that_the_model_gave() -> None:

@@ -72,7 +72,7 @@ def known_renderers() -> list[str]:
 def make_renderer(tokenizer: Tokenizer, config: Json) -> Renderer:
     """The renderer that `config` names, e.g. `{"name": "qwen3", "enable_thinking": false}`.
 
-    Raises `ValueError` for an unknown name or option.
+    Raises `ValueError` for an unknown name or option, and where the tokenizer is not of the renderer's family.
     """
     options = dict(config)
     name = options.pop("name", None)
@@ -86,7 +86,15 @@ def make_renderer(tokenizer: Tokenizer, config: Json) -> Renderer:
     chosen = type(known).model_validate({**options, "name": name})
     if isinstance(chosen, DefaultRendererConfig):
         return create_renderer(_template_tokenizer(tokenizer.name_or_path), chosen)  # type: ignore[arg-type]
-    return create_renderer(tokenizer, chosen)  # type: ignore[arg-type]
+    try:
+        return create_renderer(tokenizer, chosen)  # type: ignore[arg-type]
+    except (AssertionError, RuntimeError) as error:  # a special token that is not there; gpt-oss: no vocabulary
+        remedy = "Name the one that corresponds to the model's own chat template."
+        if name == "gpt-oss":
+            remedy = "Set TIKTOKEN_ENCODINGS_BASE to a folder with o200k_base.tiktoken."
+        raise ValueError(
+            f"The renderer {name!r} does not work with the tokenizer {tokenizer.name_or_path}: {error}. {remedy}"
+        ) from error
 
 
 def _template_tokenizer(name: str) -> Any:
