@@ -97,7 +97,13 @@ async def made_run(store: SqliteStore) -> None:
         parent=one.call_id,
     )
     forked = call(
-        first, 2, [*prompt[:2], 5, 6], "ANSWER(3)", asked[:1], continuity="rendered(compaction)", agent="judge"
+        first,
+        2,
+        [*prompt[:2], 5, 6],
+        "ANSWER(3)",
+        asked[:1],
+        continuity="rendered(compaction)",
+        agent="judge, too",
     )
     for record in (one, two, forked):
         await store.add_call(record)
@@ -136,7 +142,8 @@ async def fill(store: SqliteStore, number: int) -> None:
         )
         db.execute(
             "INSERT INTO summaries SELECT id, (id % 11) / 10.0, id % 5, id % 700, "
-            "CASE WHEN id % 2 THEN 'solver' ELSE 'solver,critic' END, 'openai_chat', id / 100, id / 100 + id % 3 "
+            "CASE WHEN id % 2 THEN json_array('solver') ELSE json_array('solver', 'critic') END, "
+            "json_array('openai_chat'), id / 100, id / 100 + id % 3 "
             "FROM rollouts"
         )
 

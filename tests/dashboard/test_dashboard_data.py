@@ -38,8 +38,8 @@ async def test_rollouts_are_found_by_what_they_are(store: SqliteStore, http: htt
         ({"is_train": False}, ["1"]),
         ({"reward_min": 0.5}, ["0"]),
         ({"reward_max": 0.5}, ["1"]),
-        ({"agent": "judge"}, ["0"]),
-        ({"agent": "jud"}, []),
+        ({"agent": "judge, too"}, ["0"]),
+        ({"agent": "judge"}, []),
         ({"dialect": "openai_chat"}, ["0", "1", "2"]),
         ({"version": 7}, ["0", "1", "2"]),
         ({"version": 6}, []),
@@ -57,7 +57,7 @@ async def test_rollouts_are_found_by_what_they_are(store: SqliteStore, http: htt
     assert facets == {
         "states": {"succeeded": 2, "running": 1, "failed": 1},
         "reasons": [["agent", "exit code 3", 1]],
-        "agents": ["judge"],
+        "agents": ["judge, too"],
         "dialects": ["openai_chat"],
         "versions": [7, 7],
     }
@@ -111,7 +111,11 @@ async def test_one_rollout_as_the_harness_and_the_trainer_see_it(
     assert [c["row"] for c in shown["calls"]] == [0, 0, 1]
     assert shown["rows"][0]["calls"] == [0, 1]
     assert shown["rows"][0]["trained_tokens"] == len(first["sampled"]["ids"]) + len(second["sampled"]["ids"])
-    assert (forked["continuity"], forked["common"], forked["agent"]) == ("rendered(compaction)", [0, 2], "judge")
+    assert (forked["continuity"], forked["common"], forked["agent"]) == (
+        "rendered(compaction)",
+        [0, 2],
+        "judge, too",
+    )
     # Rewards 1, 0, 0 (its agent failed) and 0: the best is above the mean, and all calls share its advantage.
     assert first["advantage"] == second["advantage"] == forked["advantage"] == pytest.approx(1.5, abs=1e-3)
     pool = shown["pool"]

@@ -118,7 +118,7 @@ def facets(db: sqlite3.Connection, run: str | None) -> Json:
 
     def names(column: str) -> list[str]:
         return sorted(
-            {name for joined, _ in counted(column, f"{column} IS NOT NULL") for name in joined.split(",")}
+            {name for listed, _ in counted(column, f"{column} IS NOT NULL") for name in orjson.loads(listed)}
         )
 
     low, high = db.execute(f"SELECT min(version_min), max(version_max) {_FROM} WHERE {where}", values).fetchone()
@@ -165,8 +165,8 @@ def _where(wanted: Filter) -> tuple[str, list[Any]]:
     also(wanted.is_train, "r.is_train = ?")
     also(wanted.reward_min, "s.reward >= ?")
     also(wanted.reward_max, "s.reward <= ?")
-    also(wanted.agent, "instr(',' || s.agents || ',', ',' || ? || ',')")
-    also(wanted.dialect, "instr(',' || s.dialects || ',', ',' || ? || ',')")
+    also(wanted.agent, "EXISTS (SELECT 1 FROM json_each(s.agents) WHERE value = ?)")
+    also(wanted.dialect, "EXISTS (SELECT 1 FROM json_each(s.dialects) WHERE value = ?)")
     also(wanted.version, "? BETWEEN s.version_min AND s.version_max")
     also(wanted.failure, "r.failure_kind = ?")
     also(wanted.reason, "r.error_message = ?")
@@ -186,5 +186,5 @@ def _items(db: sqlite3.Connection, ids: list[int]) -> Iterator[Json]:
         item["is_train"] = bool(item["is_train"])
         item["calls"] = row[-1] if item["calls"] is None else item["calls"]
         for name in ("agents", "dialects"):
-            item[name] = item[name].split(",") if item[name] else []
+            item[name] = orjson.loads(item[name] or "[]")
         yield item

@@ -119,8 +119,9 @@ facts AS (
     json_extract(facts, '$.versions[0][0]') AS low, json_extract(facts, '$.versions[#-1][0]') AS high
   FROM seen JOIN payloads ON entry = seen.id
 )
-SELECT rollout, max(reward), count(sampled), coalesce(sum(sampled), 0), group_concat(DISTINCT agent),
-  group_concat(DISTINCT dialect), min(low), max(high)
+SELECT rollout, max(reward), count(sampled), coalesce(sum(sampled), 0),
+  json_group_array(DISTINCT agent) FILTER (WHERE agent IS NOT NULL),
+  json_group_array(DISTINCT dialect) FILTER (WHERE dialect IS NOT NULL), min(low), max(high)
 FROM ended LEFT JOIN outcomes USING (rollout) LEFT JOIN facts USING (rollout) GROUP BY rollout
 """
 """What lists of rollouts show, of the rollouts that `which` (a condition on `rollouts`) names."""
@@ -137,7 +138,7 @@ CREATE TABLE summaries (                    -- of ended rollouts, of their last 
   reward REAL,
   calls INTEGER NOT NULL,
   sampled INTEGER NOT NULL,                 -- tokens
-  agents TEXT,                              -- names, separated by commas, as are dialects
+  agents TEXT,                              -- names, a JSON list, as are dialects
   dialects TEXT,
   version_min INTEGER,                      -- of the policy, over sampled tokens
   version_max INTEGER
@@ -165,4 +166,7 @@ CREATE TABLE under_way (                    -- calls that had begun and not ende
 );
 """
 
-MIGRATIONS: tuple[str, ...] = (_FIRST, _LOOKED_AT, _UNDER_WAY)
+_LISTS = f"{SUMMARIZE.format(which='ended IS NOT NULL')};"
+"""Names were joined by commas before."""
+
+MIGRATIONS: tuple[str, ...] = (_FIRST, _LOOKED_AT, _UNDER_WAY, _LISTS)
