@@ -88,8 +88,7 @@ class ChatCall:
             endpoint, answer, whole = await self._exchange.run(self._ask(encoded))
         except ClientGone:
             record = self._record(self._route.endpoints[0], Captured())
-            record.http_status, record.status, record.trainable = 499, "error", False
-            record.untrainable_reason, record.error = "undelivered", {"message": "the client left"}
+            record.fail(499, "undelivered", {"message": "the client left"})
             await self._services.keep(record, self._context.upstream)
             raise
         except EngineFailed as error:
@@ -174,9 +173,8 @@ class ChatCall:
     async def _end_failed(self, error: EngineFailed) -> None:
         said = _object(error.body)
         record = self._record(self._route.endpoints[0], Captured(rest=said))
-        record.http_status, record.status, record.trainable = error.status, "error", False
-        record.untrainable_reason = "engine_failed"
-        record.error = said["error"] if isinstance(said.get("error"), dict) else {"message": str(error)}
+        own = said.get("error")
+        record.fail(error.status, "engine_failed", own if isinstance(own, dict) else {"message": str(error)})
         await self._services.keep(record, self._context.upstream)
         if said and error.status < 500 and not self._exchange.started:
             await self._exchange.answer(error.status, error.body)
@@ -223,13 +221,8 @@ class ChatCall:
             logprobs=captured.logprobs,
             versions=[(endpoint.version, len(captured.sampled_ids))] if len(captured.sampled_ids) else [],
             temperature=_number(sent.get("temperature"), 1.0),
-            continuity="first",
-            parent=None,
             started_at=context.started_at,
             latency_ms=(time.perf_counter() - context.clock) * 1000,
-            http_status=200,
-            status="ok",
-            delivered=False,
             trainable=reason is None,
             untrainable_reason=reason,
             held_ms=context.held * 1000,

@@ -198,10 +198,8 @@ class TokenCall:
 
     def _failed_record(self, sample: "Sample", error: RequestError) -> CallRecord:
         record = self._record(sample)
-        record.http_status, record.status, record.trainable = error.status, "error", False
-        record.untrainable_reason = error.code
         said = self._dialect.error(error).get("error")
-        record.error = said if isinstance(said, dict) else {"message": str(error)}
+        record.fail(error.status, error.code, said if isinstance(said, dict) else {"message": str(error)})
         return record
 
     def _record(self, sample: "Sample") -> CallRecord:
@@ -222,7 +220,6 @@ class TokenCall:
             model_version=generation.versions[-1][0] if generation.versions else endpoint.version,
             agent=self._agent,
             request={**self._body, "harnessrl": {"sampling": generation.params, "notes": sample.how.notes}},
-            response={},
             prompt_ids=generation.prompt,
             sampled_ids=np.asarray(generation.sampled, dtype=np.int32),
             logprobs=None if logprobs is None else np.asarray(logprobs, dtype=np.float32),
@@ -232,9 +229,6 @@ class TokenCall:
             parent=sample.prompt.parent,
             started_at=context.started_at,
             latency_ms=(time.perf_counter() - context.clock) * 1000,
-            http_status=200,
-            status="ok",
-            delivered=False,
             trainable=reason is None,
             untrainable_reason=reason,
             held_ms=context.held * 1000,

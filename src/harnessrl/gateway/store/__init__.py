@@ -64,6 +64,10 @@ class Access:
         return int(attempt_id) >= current
 
 
+def _no_ids() -> np.ndarray:
+    return np.zeros(0, dtype=np.int32)
+
+
 @dataclass(slots=True)
 class CallRecord:
     """One model call as the proxy hands it to the store: whole; the store keeps the difference to `parent`."""
@@ -77,28 +81,28 @@ class CallRecord:
     endpoint: str
     model_version: int
     agent: str | None
+    started_at: float
     request: Json
     """As sent upstream (chat endpoints) or as received (token endpoints)."""
-    response: Json
+    response: Json = field(default_factory=dict)
     """The answer in its dialect, without token ids and log-probabilities (kept in the arrays below)."""
-    prompt_ids: np.ndarray
+    prompt_ids: np.ndarray = field(default_factory=_no_ids)
     """int32, whole."""
-    sampled_ids: np.ndarray
+    sampled_ids: np.ndarray = field(default_factory=_no_ids)
     """int32."""
-    logprobs: np.ndarray | None
+    logprobs: np.ndarray | None = None
     """float32, of `sampled_ids`."""
-    versions: list[tuple[int, int]]
-    temperature: float
-    continuity: str
-    parent: str | None
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    temperature: float = 1.0
+    continuity: str = "first"
+    parent: str | None = None
     """Call whose context the prompt continues, if any; the store shares its ids and messages with it."""
-    started_at: float
-    latency_ms: float
-    http_status: int
-    status: str
+    latency_ms: float = 0.0
+    http_status: int = 200
+    status: str = "ok"
     """`ok` or `error`."""
-    delivered: bool
-    trainable: bool
+    delivered: bool = False
+    trainable: bool = True
     untrainable_reason: str | None = None
     capture_failed: bool = False
     held_ms: float = 0
@@ -109,6 +113,10 @@ class CallRecord:
     error: Json | None = None
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
     """Further named per-token arrays (expert routing, sampling masks)."""
+
+    def fail(self, http_status: int, reason: str | None, error: Json) -> None:
+        self.http_status, self.status, self.error = http_status, "error", error
+        self.trainable, self.untrainable_reason = False, reason
 
 
 class UnderWay(NamedTuple):

@@ -220,30 +220,9 @@ def record_of(call: StoredCall, rollout_id: str, attempt_id: str, parent: str | 
 
 def cut_call(call: UnderWay) -> CallRecord:
     """A call that the end of the gateway cut: nobody has its whole answer, so nothing to train on is missing."""
-    nothing = np.zeros(0, dtype=np.int32)
-    return CallRecord(
-        **call._asdict(),
-        model="",
-        endpoint="",
-        model_version=0,
-        agent=None,
-        request={},
-        response={},
-        prompt_ids=nothing,
-        sampled_ids=nothing,
-        logprobs=None,
-        versions=[],
-        temperature=1.0,
-        continuity="first",
-        parent=None,
-        latency_ms=0.0,
-        http_status=503,
-        status="error",
-        delivered=False,
-        trainable=False,
-        untrainable_reason="cut",
-        error={"message": "the gateway ended while this call was under way"},
-    )
+    record = CallRecord(**call._asdict(), model="", endpoint="", model_version=0, agent=None, request={})
+    record.fail(503, "cut", {"message": "the gateway ended while this call was under way"})
+    return record
 
 
 _SELECTED = (
