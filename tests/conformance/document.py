@@ -1,7 +1,7 @@
 """Write docs/harnesses.md from the results of the conformance suite.
 
 HARNESS_REPORT=report.jsonl make test
-python tests/conformance/document.py report.jsonl .venv-harnesses > docs/harnesses.md
+python tests/conformance/document.py report.jsonl .venv-harnesses .venv-openhands > docs/harnesses.md
 """
 
 import json
@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 CONNECT = "`OPENAI_BASE_URL`, `OPENAI_API_KEY`"
+NEEDS = "needs Python 3.12; opens with 35,000 characters: needs a long context"
 HARNESSES = {
     # script or name: (shown, package, how to connect, known limits)
     "openai_chat": ("openai, Chat Completions", "openai", CONNECT, ""),
@@ -29,6 +30,7 @@ HARNESSES = {
         "rewrites its history as text: each turn is a fork; requires a tool call, whose beginning is context",
     ),
     "mini_swe_agent": ("mini-SWE-agent", "mini-swe-agent", "`OPENAI_API_BASE`, model `openai/any`", ""),
+    "openhands": ("OpenHands, default agent of its SDK", "openhands-sdk", "`base_url=`, model `openai/any`", NEEDS),
     "Claude Code": (
         "Claude Code",
         "@anthropic-ai/claude-code",
@@ -40,21 +42,24 @@ HARNESSES = {
 }
 
 
-def main(report: Path, environment: Path) -> None:
+def main(report: Path, *environments: Path) -> None:
     results: dict[str, list[dict]] = {}
     for line in report.read_text().splitlines():
         row = json.loads(line)
         results.setdefault(row["harness"], []).append(row)
-    versions = _versions(environment)
+    versions = {name: version for e in environments for name, version in _versions(e).items()}
     print("# Harnesses\n")
     print("Real harnesses, unchanged, that the conformance suite has run against the gateway: `tests/conformance`.")
     print("This page is made from its results. In each run the harness ended well, and every sampled token was in")
     print("exactly one training row. *Continuity* says how the prompts came about: `exact` ones are the earlier")
     print("tokens, unchanged, and what is new; a `rendered(…)` one is a fork, trained on all the same. First the")
     print(
-        "engine plays back awkward answers with tool calls; then it is a real one, whose small model (a random one"
+        "engine plays back awkward answers with tool calls. Then it is a real one, sampled at temperature 1 as in"
     )
-    print("for the harnesses with long prompts) hardly calls tools.\n")
+    print(
+        "training, with a tiny model that has been taught these answers: tool calls, their results, a final answer."
+    )
+    print("SmolLM2 runs beside it, as a model that says what it likes.\n")
     print("| harness | version | runs | how to connect | continuity of calls | with a real engine | known limits |")
     print("|---|---|---|---|---|---|---|")
     for name, (shown, package, connect, limits) in HARNESSES.items():
@@ -63,14 +68,13 @@ def main(report: Path, environment: Path) -> None:
             continue
         runs = " · ".join(sorted({_way(row["arguments"]) for row in rows}))
         continuity = _counted(row for row in rows if not row["engine"])
-        real = [row for row in rows if row["engine"]]
-        said = f"{real[0]['engine']}: {_counted(real)}" if real else ""
+        engines = dict.fromkeys(row["engine"] for row in rows if row["engine"])
+        said = " · ".join(f"{e}: {_counted(row for row in rows if row['engine'] == e)}" for e in engines)
         version = versions.get(package.lower(), "")
         print(f"| {shown} | {version} | {runs} | {connect} | {continuity} | {said} | {limits} |")
     print()
     print("`harnessrl probe -- COMMAND` checks a harness that is not here; the environment that it gets names the")
-    print("gateway in `OPENAI_BASE_URL` and `ANTHROPIC_BASE_URL`, so that most need no set-up at all.\n")
-    print("OpenHands is not in the suite: its packages need Python 3.12, and the suite runs on 3.11.")
+    print("gateway in `OPENAI_BASE_URL` and `ANTHROPIC_BASE_URL`, so that most need no set-up at all.")
 
 
 def _counted(rows: Iterable[dict]) -> str:
@@ -98,4 +102,4 @@ def _versions(environment: Path) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(*map(Path, sys.argv[1:]))

@@ -1,7 +1,7 @@
 """The embedded engine as a process, for harnesses that take what a model says, and what it sampled.
 
-A small model has no end in itself: each answer is cut at `MOST` tokens, on the way, so that the harness and the
-gateway know as little of it as of an engine's own limit.
+A model without an end in itself is cut on the way, so that the harness and the gateway know as little of it as of
+an engine's own limit.
 """
 
 import json
@@ -20,8 +20,6 @@ from aiohttp import web
 from harnessrl.schemas import Endpoint
 
 __all__ = ["RealEngine", "between", "engine_process"]
-
-MOST = 24
 
 
 @contextmanager
@@ -65,14 +63,14 @@ class RealEngine:
 
 
 @asynccontextmanager
-async def between(name: str, upstream: str, tokenizer: Path, max_len: int) -> AsyncIterator[RealEngine]:
-    """Stands before the engine: cuts answers at `MOST` tokens and notes what was sampled."""
+async def between(name: str, upstream: str, tokenizer: Path, max_len: int, most: int) -> AsyncIterator[RealEngine]:
+    """Stands before the engine: cuts answers at `most` tokens and notes what was sampled."""
     async with aiohttp.ClientSession() as http:
 
         async def generate(request: web.Request) -> web.StreamResponse:
             body: dict[str, Any] = await request.json()
             params = body["sampling_params"]
-            params["max_tokens"] = min(params["max_tokens"], MOST)
+            params["max_tokens"] = min(params["max_tokens"], most)
             said: list[int] = []
             engine.sampled.append(said)
             response = web.StreamResponse(headers={"content-type": "text/event-stream"})
