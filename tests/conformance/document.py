@@ -47,7 +47,7 @@ def main(report: Path, *environments: Path) -> None:
     for line in report.read_text().splitlines():
         row = json.loads(line)
         results.setdefault(row["harness"], []).append(row)
-    versions = {name: version for e in environments for name, version in _versions(e).items()}
+    versions = {name: version for e in reversed(environments) for name, version in _versions(e).items()}
     print("# Harnesses\n")
     print("Real harnesses, unchanged, that the conformance suite has run against the gateway: `tests/conformance`.")
     print("This page is made from its results. In each run the harness ended well, and every sampled token was in")
