@@ -36,7 +36,7 @@ def probe(folder: Path, *command: str) -> "subprocess.CompletedProcess[str]":
 
 def test_a_harness_that_can_be_trained(tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text(HARNESS)
-    run = probe(tmp_path, sys.executable, "agent.py", "{{ no template }}")
+    run = probe(tmp_path, sys.executable, "agent.py", "{{ no {% endraw %} template }} [/b]")
     assert run.returncode == 0, run.stdout + run.stderr
     for said in ("2 of 2 calls – yes", "1 of 2 calls", "exact: 1", "openai_chat: 2"):
         assert said in run.stdout

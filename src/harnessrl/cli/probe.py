@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from harnessrl.cli import app
 from harnessrl.cli.services import OURS, READY, Service, secret
@@ -70,7 +71,7 @@ def probe(
             renderer={"name": renderer},
             max_model_len=engine.max_len,
         )
-        with console.status(f"running {' '.join(command)}"):
+        with console.status(Text(f"running {' '.join(command)}")):
             seen = asyncio.run(_run(gateway, key, endpoint, command, timeout_seconds))
     report = _report(seen)
     if as_json:
@@ -93,9 +94,9 @@ class _Seen:
 
 
 async def _run(url: str, key: str, endpoint: Endpoint, command: list[str], timeout: int) -> _Seen:
-    literal = ["{% raw %}" + item + "{% endraw %}" if "{" in item else item for item in command]
+    literal = ["{{ input.argv[" + str(number) + "] }}" for number in range(len(command))]
     run = LocalRun(command=literal, cwd=os.getcwd())
-    new = NewRollout(input={}, config=RolloutConfig(local=run, timeout_seconds=timeout))
+    new = NewRollout(input={"argv": command}, config=RolloutConfig(local=run, timeout_seconds=timeout))
     async with AsyncClient(url, key) as gateway:
         await gateway(register_endpoints([endpoint]))
         began = time.monotonic()
@@ -154,7 +155,7 @@ def _print(report: Json) -> None:
         ("time", f"{report['seconds']} s, {report['seconds_in_calls']} s of it in calls"),
         ("ended", report["ended"]),
     ):
-        table.add_row(*row)
+        table.add_row(*map(Text, row))
     Console().print(table)
     if not trained and "timed out" in report["ended"]:
         Console().print("It had no time for an answer: raise --timeout-seconds, or lower --max-answer.")
