@@ -112,6 +112,11 @@ def test_templates_of_v1() -> None:
     assert env["OPENAI_API_KEY"] == "own" and "AGL_EVENT_URL" in env
 
 
+def test_fields_that_are_left_empty_are_as_if_not_there() -> None:
+    text = "{kind: Job, metadata: , spec: {template: {spec: {initContainers: , containers: [{name: a, env: }]}}}}"
+    assert made(KubernetesRun(job_template=text), {})["metadata"]["name"]
+
+
 def test_a_template_is_evaluated_in_copies_of_its_container() -> None:
     run = KubernetesRun(job_template=TEMPLATE, setup=["prepare"], evaluate=["grade", "{{ input.q }}"])
     given = claim(run, {"q": "1"}).model_copy(update={"evaluator_key": "its-key"})
@@ -135,6 +140,9 @@ def test_a_template_is_evaluated_in_copies_of_its_container() -> None:
         ("a: [", "no YAML"),
         ("kind: Pod", "not a Job"),
         ("{% if %}", "job_template"),
+        ("{{ 1 / 0 }}", "job_template: division"),
+        ("{kind: Job, spec: {template: {spec: {containers: [{image: a}]}}}}", "named"),
+        ("{kind: Job, spec: {template: {spec: {containers: [a]}}}}", "named"),
     ],
 )
 def test_bad_templates_are_named(template: str, message: str) -> None:

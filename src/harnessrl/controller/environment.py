@@ -5,6 +5,7 @@ set-up at all. The key is the attempt's own, never the controller's.
 """
 
 import json
+import signal
 from functools import lru_cache
 from typing import Any
 from urllib.parse import quote
@@ -16,6 +17,13 @@ from harnessrl.schemas import Claim
 
 class StartError(Exception):
     """The attempt cannot be started; the message is for the rollout's owner. An infrastructure failure."""
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # most real-time signals have none
+        return f"signal {number}"
 
 
 def model_environment(gateway_url: str, claim: Claim, key: str) -> dict[str, str]:
@@ -67,5 +75,5 @@ def rendered(text: str, claim: Claim) -> str:
         return _template(text).render(
             input=rollout.input, rollout_id=rollout.rollout_id, metadata=rollout.metadata.model_dump()
         )
-    except jinja2.TemplateError as error:
+    except Exception as error:  # an expression may raise anything
         raise StartError(f"template {text!r}: {error}") from error

@@ -16,7 +16,7 @@ from typing import Any
 import jinja2
 import yaml
 
-from harnessrl.controller.environment import StartError, model_environment, rendered
+from harnessrl.controller.environment import StartError, model_environment, rendered, signal_name
 from harnessrl.schemas import AttemptEnd, Claim, FailureKind, Json, KubernetesRun
 
 CONTROLLER_LABEL = "harnessrl/controller"
@@ -147,14 +147,17 @@ def _from_template(text: str, claim: Claim, name: str) -> Json:
             rollout_id=rollout.rollout_id,
             metadata=rollout.metadata.model_dump(),
         )
-        job = yaml.safe_load(filled)
-        containers = job["spec"]["template"]["spec"]["containers"]
-    except jinja2.TemplateError as error:
+    except Exception as error:  # an expression may raise anything
         raise StartError(f"job_template: {error}") from error
+    try:
+        job = _without_nulls(yaml.safe_load(filled))
+        pod = job["spec"]["template"]["spec"]
+        containers = pod["containers"]
+        _ = [container["name"] for container in [*pod.get("initContainers", []), *containers]]
     except yaml.YAMLError as error:
         raise StartError(f"job_template is no YAML once it is filled in: {error}") from error
-    except (KeyError, TypeError) as error:
-        raise StartError("job_template is not a Job with spec.template.spec.containers") from error
+    except (AttributeError, KeyError, TypeError) as error:
+        raise StartError("job_template is not a Job with named spec.template.spec.containers") from error
     if job.get("kind") != "Job" or not containers:
         raise StartError("job_template is not a Job with at least one container")
     run = rollout.config.k8s
@@ -166,6 +169,13 @@ def _from_template(text: str, claim: Claim, name: str) -> Json:
         common = {name: value for name, value in agent.items() if name not in ("name", "command", "args")}
         _add_stages(job["spec"]["template"]["spec"], run, common, agent, claim)
     return job
+
+
+def _without_nulls(value: Any) -> Any:
+    """To Kubernetes a null field is one that is not there."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _yaml_escape(value: Any) -> str:
@@ -351,7 +361,7 @@ def _of_container(name: str, ended: Json, owner: FailureKind | None) -> AttemptE
     if reason in ("StartError", "ContainerCannotRun"):
         return _infra(f"container {name} could not start: {ended.get('message')}")
     if code > 128 and code - 128 in signal.valid_signals():
-        message = f"container {name} was killed by {signal.Signals(code - 128).name}"
+        message = f"container {name} was killed by {signal_name(code - 128)}"
         return AttemptEnd(ok=False, error_message=message, failure_kind=owner)
     return AttemptEnd(ok=False, error_message=f"container {name} exited with code {code}", failure_kind=owner)
 
