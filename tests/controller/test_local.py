@@ -94,6 +94,8 @@ FAILURES = {
     "CPU time": (LocalRun(command=["sh", "-c", "while :; do :; done"], cpu_seconds=1), "used up", "agent"),
     "CPU time, deaf": (LocalRun(command=[sys.executable, "-c", DEAF], cpu_seconds=1), "used up", "agent"),
     "CPU time, forked": (LocalRun(agent_class="harness_agents:Spinner", cpu_seconds=1), "used up", "agent"),
+    "unnamed signal": (LocalRun(command=["sh", "-c", "kill -40 $$"]), "killed by signal 40", "infra"),
+    "template that fails": (LocalRun(command=["{{ 1 / 0 }}"]), "division by zero", "infra"),
     "no call": (LocalRun(agent_class="harness_agents:Silent"), "never called the model", "infra"),
 }
 
@@ -124,6 +126,22 @@ def test_timeout_ends_also_what_ignores_it(gateway: Gateway) -> None:
     status = gateway.ended(rollout).status
     assert not alive(mark)
     assert status.failure_kind == "agent" and "timed out after 1 s" in (status.error_message or "")
+
+
+@pytest.mark.parametrize("does", ["rm ../state.jsonl", "kill -STOP $PPID"])
+def test_timeout_ends_also_what_meddles_with_its_keeper(gateway: Gateway, does: str) -> None:
+    command = ["sh", "-c", f"{does}; sleep 60"]
+    (rollout,) = gateway.post(LocalRun(command=command), timeout_seconds=1)
+    assert gateway.ended(rollout).status.state == "failed"
+
+
+def test_an_output_that_cannot_be_kept_costs_the_log_only(gateway: Gateway, controller: Path) -> None:
+    script = f"import shutil; shutil.rmtree({str(controller / 'logs')!r}); print('lost', flush=True); {REWARD}"
+    (rollout,) = gateway.post(LocalRun(command=[sys.executable, "-c", script]))
+    try:
+        assert gateway.ended(rollout).status.state == "succeeded"
+    finally:
+        (controller / "logs").mkdir()
 
 
 def test_nothing_of_an_ended_rollout_stays(gateway: Gateway) -> None:

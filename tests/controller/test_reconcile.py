@@ -86,6 +86,18 @@ def test_cancelling_stops_it_at_once(gateway: Gateway, start: Start, how: str) -
         assert gateway.rollout(rollout.rollout_id).status.error_message == "by the user"
 
 
+def test_an_id_that_is_used_again_waits_for_its_predecessor(gateway: Gateway, start: Start) -> None:
+    start("--concurrency", "2", "--keep-failed")
+    deaf = LocalRun(command=["sh", "-c", "trap '' TERM; echo once; ls; touch left; sleep 1; sleep 1; exit 3"])
+    new = NewRollout(rollout_id="again", input={}, config=RolloutConfig(local=deaf))
+    (rollout,) = gateway.ask(create_rollouts([new]))
+    gateway.running(rollout)
+    gateway.ask(delete_rollout("again"))
+    (rollout,) = gateway.ask(create_rollouts([new]))
+    assert "exited with code 3" in (gateway.ended(rollout).status.error_message or "")
+    assert gateway.ask(get_events("again", "log"))[0].data["text"] == "once\n"
+
+
 def test_agents_of_a_killed_controller_are_adopted(gateway: Gateway, start: Start, tmp_path: Path) -> None:
     """Commands that go on, agents that end while nobody watches, and a timeout that is still kept."""
     mark = uuid.uuid4().hex

@@ -86,13 +86,13 @@ class BoundedLog:
 
 
 def _descendants(pid: int) -> list[int]:
-    found: list[int] = []
-    with contextlib.suppress(OSError):
-        for task in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{task}/children") as file:
-                for child in map(int, file.read().split()):
-                    found += [child, *_descendants(child)]
-    return found
+    found = [pid]
+    for parent in found:  # which grows meanwhile
+        with contextlib.suppress(OSError):
+            for task in os.listdir(f"/proc/{parent}/task"):
+                with open(f"/proc/{parent}/task/{task}/children") as file:
+                    found += map(int, file.read().split())
+    return found[1:]
 
 
 def _oom_kills() -> int:
@@ -124,7 +124,8 @@ class Keeper:
             end = self._stage(stage)
             if end.get("code") != 0:
                 break
-        self.log.close()
+        with contextlib.suppress(OSError):
+            self.log.close()
         self._note({"end": end})
 
     def _note(self, news: dict[str, Any]) -> None:
@@ -268,7 +269,7 @@ class Keeper:
         for fd, _ in poll.poll(max(0, seconds) * 1000):
             if fd == output:
                 data = os.read(output, 65536)
-                self.log.write(data)
+                self._keep_output(data)
                 return not data
         return False
 
@@ -276,7 +277,11 @@ class Keeper:
         os.set_blocking(output, False)
         with contextlib.suppress(BlockingIOError):
             while data := os.read(output, 65536):
-                self.log.write(data)
+                self._keep_output(data)
+
+    def _keep_output(self, data: bytes) -> None:
+        with contextlib.suppress(OSError):  # a full disk costs the log, not the attempt
+            self.log.write(data)
 
     def _signal_all(self, number: int) -> None:
         for pid in _descendants(os.getpid()):

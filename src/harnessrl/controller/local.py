@@ -29,7 +29,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
-from harnessrl.controller.environment import StartError, mapped, model_environment, rendered
+from harnessrl.controller.environment import StartError, mapped, model_environment, rendered, signal_name
 from harnessrl.controller.keeper import start_time
 from harnessrl.controller.reconcile import StopReason
 from harnessrl.controller.warm import WarmServers, Warmth
@@ -67,17 +67,21 @@ class LocalAttempt:
         self._timeout: float = known["timeout_seconds"]
         self._marker: str = known["event_url"]
         self._stopped: StopReason | None = None
+        self._begun = time.time()
+        """Of the current stage, when last seen: the agent may remove the folder that tells."""
         self.held_seconds = 0.0
 
     def deadline(self) -> float:
         """Epoch seconds. Set-up, agent and evaluation may take the timeout each; waiting for updates is free."""
-        begun = _state(self.folder).get("started_at")
-        return time.time() + self._timeout if begun is None else begun + self._timeout + self.held_seconds
+        if state := _state(self.folder):
+            self._begun = state.get("started_at", time.time())
+        return self._begun + self._timeout + self.held_seconds
 
     def stop(self, reason: StopReason, at_once: bool = False) -> None:
         self._stopped = self._stopped or reason
         if self._keeper and start_time(self._keeper["pid"]) == self._keeper["start"]:
             os.kill(self._keeper["pid"], signal.SIGINT if at_once else signal.SIGTERM)
+            os.kill(self._keeper["pid"], signal.SIGCONT)  # the agent may have stopped it
 
     async def wait(self) -> AttemptEnd:
         """Until the agent and all its descendants are gone."""
@@ -157,6 +161,9 @@ class LocalRunner:
                 "event_url": own["AGL_EVENT_URL"],
                 "warmth": astuple(warmth),
             }
+            if log.exists() or folder.exists():  # of a rollout that was deleted and made again under its old id
+                log.unlink(missing_ok=True)
+                _remove(folder)
             folder.mkdir(mode=0o700)
             (folder / "work").mkdir()
             new = folder / "spec.new"
@@ -292,7 +299,7 @@ def _judged(end: dict[str, Any], log: Path) -> AttemptEnd:
     if end["oom"]:
         return AttemptEnd(ok=False, error_message=f"{who} was killed: out of memory", failure_kind=kind)
     if end["signal"]:
-        message = f"{who} was killed by {signal.Signals(end['signal']).name}"
+        message = f"{who} was killed by {signal_name(end['signal'])}"
         return AttemptEnd(ok=False, error_message=message, failure_kind=kind)
     if end["code"]:
         message = f"{who} exited with code {end['code']}{_last_words(log)}"

@@ -126,6 +126,8 @@ class Controller:
         self._wake = asyncio.Event()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._attempts: dict[str, Attempt] = {}
+        self._passed_over: set[str] = set()
+        """Queued again while their earlier attempt was still being stopped here."""
         self._starting: set[str] = set()
         """Claimed, not yet started."""
         self._failures: dict[str, tuple[int, float]] = {}
@@ -205,7 +207,9 @@ class Controller:
         now = time.monotonic()
         for _ in range(len(self._queue)):
             rollout = self._queue.popleft()
-            if rollout.rollout_id not in self._tasks and self._failures.get(rollout.rollout_id, (0, 0.0))[1] <= now:
+            if rollout.rollout_id in self._tasks:
+                self._passed_over.add(rollout.rollout_id)
+            elif self._failures.get(rollout.rollout_id, (0, 0.0))[1] <= now:
                 self._stale = self._stale or not self._queue
                 return rollout
         return None
@@ -230,6 +234,9 @@ class Controller:
         del self._tasks[task.get_name()]
         if not task.cancelled() and task.exception():
             log.error("rollout %s: fault of the controller", task.get_name(), exc_info=task.exception())
+        if task.get_name() in self._passed_over:
+            self._passed_over.remove(task.get_name())
+            self._stale = True
         self._wake.set()
 
     async def _claim_and_run(self, rollout: Rollout) -> None:
