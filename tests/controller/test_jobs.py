@@ -43,11 +43,13 @@ def test_names_are_those_of_v1() -> None:
 
 
 def test_the_key_is_in_the_secret_only() -> None:
-    job = made(KubernetesRun(image="agent:1", command=["run", "{{ input.q }}"]), {"q": "1+1 $(HOME)"})
+    run = KubernetesRun(image="agent:1", command=["run", "{{ input.q }}"], env={"Q": "{{ input.q }}"})
+    job = made(run, {"q": "$$x$$ $(HOME)"})
     assert "the-key" not in str(job)
     container = job["spec"]["template"]["spec"]["containers"][0]
-    assert container["command"] == ["run", "1+1 $$(HOME)"]  # Kubernetes makes it $(HOME) again
+    assert container["command"] == ["run", "$$$$x$$$$ $$(HOME)"]  # Kubernetes makes it what it was
     env = {v["name"]: v for v in container["env"]}
+    assert env["Q"]["value"] == container["command"][1]
     assert env["OPENAI_BASE_URL"]["value"].startswith("http://gateway:8080/proxy/rollout/r1/attempt/0/mode/train/")
     reference = env["OPENAI_API_KEY"]["valueFrom"]["secretKeyRef"]
     job["metadata"]["uid"] = "u"

@@ -166,11 +166,11 @@ def controller(cluster: Cluster) -> Iterator[Process]:
 def test_a_command_runs_and_leaves_nothing(cluster: Cluster, controller: Process, gateway: Gateway) -> None:
     script = REWARD + "import sys; print(sys.argv[1])"
     run = KubernetesRun(image=IMAGE, command=[PYTHON, "-c", script, "{{ input.q }}"])
-    (rollout,) = cluster.post(run, {"q": "$(HOME) 'x'"})
+    (rollout,) = cluster.post(run, {"q": "$$x$$ $(HOME) 'x'"})
     status = gateway.ended(rollout).status
     assert status.state == "succeeded", status.error_message
     assert status.k8s_job_name == f"agl-rollout-{rollout.rollout_id}"
-    assert gateway.ask(get_events(rollout.rollout_id, "log"))[0].data["text"] == "$(HOME) 'x'\n"
+    assert gateway.ask(get_events(rollout.rollout_id, "log"))[0].data["text"] == "$$x$$ $(HOME) 'x'\n"
     until(lambda: not cluster.left())
 
 
@@ -232,6 +232,9 @@ def test_a_job_template_of_v1(cluster: Cluster, controller: Process, gateway: Ga
     assert gateway.ask(get_events(rollout.rollout_id, "log"))[0].data["text"].startswith("worked")
 
 
+ODD = "{kind: Job, metadata: {labels: [a]}, spec: {template: {spec: {containers: [{name: a}]}}}}"
+
+
 def test_reasons_are_told_apart(cluster: Cluster, controller: Process, gateway: Gateway) -> None:
     cases = [
         (python("raise SystemExit(3)"), "exited with code 3", "infra"),
@@ -245,6 +248,7 @@ def test_reasons_are_told_apart(cluster: Cluster, controller: Process, gateway: 
         ),
         (KubernetesRun(image=IMAGE, command=["true"], resources={"requests": {"cpu": "x"}}), "refused", "infra"),
         (KubernetesRun(command=["true"]), "needs an `image`", "infra"),
+        (KubernetesRun(job_template=ODD), "could not be started", "infra"),
     ]
     posted = [(cluster.post(run)[0], message, owner) for run, message, owner in cases]
     (slow,) = cluster.post(python("import time; time.sleep(60)"), timeout_seconds=2)

@@ -191,7 +191,7 @@ def _from_image(claim: Claim, name: str, options: JobOptions) -> Json:
         raise StartError("`k8s` needs an `image` (and usually a `command`), or a `job_template`")
     common: Json = {
         "image": run.image,
-        "env": [{"name": n, "value": rendered(v, claim)} for n, v in (run.env or {}).items()],
+        "env": [{"name": n, "value": _literal(rendered(v, claim))} for n, v in (run.env or {}).items()],
         "securityContext": {
             "allowPrivilegeEscalation": False,
             "capabilities": {"drop": ["ALL"]},
@@ -230,9 +230,13 @@ def _add_stages(pod: Json, run: KubernetesRun, common: Json, agent: Json, claim:
 def _container(stage: str, command: list[str] | None, common: Json, claim: Claim) -> Json:
     container = {"name": stage, **common}
     if command:
-        # Kubernetes expands $(NAME) in commands; a task's text must arrive as it is.
-        container["command"] = [rendered(item, claim).replace("$(", "$$(") for item in command]
+        container["command"] = [_literal(rendered(item, claim)) for item in command]
     return container
+
+
+def _literal(text: str) -> str:
+    """Kubernetes expands $(NAME) and $$ in commands and variables; a task's text must arrive as it is."""
+    return text.replace("$", "$$")
 
 
 # --------------------------------------------------------------------------------- what happened

@@ -255,8 +255,11 @@ class Controller:
         self._starting.add(rollout.rollout_id)
         try:
             attempt = await self._runner.start(claim)
-        except StartError as error:
-            end = AttemptEnd(ok=False, error_message=str(error), failure_kind="infra")
+        except Exception as error:  # whatever it is, its owner should hear of it, not of a lease that ran out
+            message = str(error) if isinstance(error, StartError) else f"could not be started: {error!r}"
+            if not isinstance(error, StartError):
+                log.exception("rollout %s: fault of the controller", rollout.rollout_id)
+            end = AttemptEnd(ok=False, error_message=message, failure_kind="infra")
             await self._report(rollout.rollout_id, claim.attempt_id, end)
             return
         finally:
