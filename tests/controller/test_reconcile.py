@@ -199,6 +199,19 @@ def test_ends_reach_a_gateway_that_was_away(gateway: Gateway, start: Start) -> N
     assert gateway.ended(after).status.state == "succeeded"
 
 
+def test_agents_go_on_while_a_gateway_hangs(gateway: Gateway, start: Start) -> None:
+    start("--lease-seconds", "1.5")
+    mark = uuid.uuid4().hex
+    gateway.post(commands(mark))
+    until(lambda: alive(mark))
+    gateway.process.popen.send_signal(signal.SIGSTOP)
+    try:
+        time.sleep(3.5)
+        assert alive(mark)
+    finally:
+        gateway.process.popen.send_signal(signal.SIGCONT)
+
+
 def test_one_controller_per_workdir(gateway: Gateway, start: Start) -> None:
     start()
     try:

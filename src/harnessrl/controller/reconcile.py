@@ -330,8 +330,10 @@ class Controller:
         while True:
             self._runner.heartbeat()
             try:
-                await self._renew([*self._attempts, *self._starting])
-            except (httpx.HTTPError, GatewayError) as error:
+                # A gateway that hangs must not keep the heartbeat back: agents would be stopped for want of it.
+                async with asyncio.timeout(self._pace.lease_seconds / 3):
+                    await self._renew([*self._attempts, *self._starting])
+            except (httpx.HTTPError, GatewayError, TimeoutError) as error:
                 log.warning("leases not renewed: %s", _why(error))
             await asyncio.sleep(self._pace.lease_seconds / 3)
 
