@@ -232,6 +232,12 @@ def test_a_job_template_of_v1(cluster: Cluster, controller: Process, gateway: Ga
     assert gateway.ask(get_events(rollout.rollout_id, "log"))[0].data["text"].startswith("worked")
 
 
+def test_a_wrong_kubeconfig_is_told_in_a_sentence(gateway: Gateway, tmp_path: Path) -> None:
+    arguments = ("controller", "--gateway", gateway.url, "--key", KEY, "--runner", "kubernetes")
+    with pytest.raises(AssertionError, match="\nerror: no Kubernetes cluster is configured"):
+        Process(tmp_path / "log", *arguments, "--kubeconfig", str(tmp_path / "none"), cwd=tmp_path)
+
+
 ODD = "{kind: Job, metadata: {labels: [a]}, spec: {template: {spec: {containers: [{name: a}]}}}}"
 
 

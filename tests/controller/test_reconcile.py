@@ -222,6 +222,15 @@ def test_one_controller_per_workdir(gateway: Gateway, start: Start) -> None:
         raise AssertionError("two controllers shared a folder")
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [("--key", "wrong", "API key"), ("--gateway", "localhost:80", "such as http://")],
+)
+def test_a_start_that_cannot_work_is_refused(start: Start, option: str, value: str, message: str) -> None:
+    with pytest.raises(AssertionError, match=f"^error: .*{message}"):
+        start(option, value)
+
+
 class Refusing(BaseHTTPRequestHandler):
     """An engine that is there."""
 

@@ -147,7 +147,10 @@ RIGHTS = {
 async def _connect(kubeconfig: str | None) -> client.ApiClient:
     settings = client.Configuration()
     if kubeconfig or not os.environ.get("KUBERNETES_SERVICE_HOST"):
-        await config.load_kube_config(kubeconfig, client_configuration=settings)
+        try:
+            await config.load_kube_config(kubeconfig, client_configuration=settings)
+        except config.ConfigException as error:
+            raise ValueError(f"no Kubernetes cluster is configured ({_brief(error)}): set KUBECONFIG") from None
     else:
         config.load_incluster_config(client_configuration=settings)
     return client.ApiClient(settings)
