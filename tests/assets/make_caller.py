@@ -22,7 +22,7 @@ WIDTH = 64
 BATCH = 8
 STEPS = 400
 LEARNING_RATE = 5e-3
-CHANGED = 0.1
+CHANGED = 0.2
 """Up to this share of a prompt's tokens are random ones in training: no run is quite like another."""
 NUMBERS = re.compile("[0-9a-f]{6,}|[0-9]")
 """Ids and numbers, which are others in each run."""

@@ -24,9 +24,13 @@ class Harness:
     shell: str
     argument: str
     """Name of the shell tool's command argument."""
-    start: Callable[[Proxied, Path, Path], tuple[list[str], dict[str, str]]]
-    """argv and environment, from the gateway, the binary, and a fresh directory."""
+    start: Callable[[Proxied, Path, Path, str], tuple[list[str], dict[str, str]]]
+    """argv and environment, from the gateway, the binary, a fresh directory, and the task."""
     more: Body
+
+    @property
+    def task(self) -> str:
+        return f"Run echo hello with {self.shell} and report"
 
 
 def reply_of(harness: Harness) -> Callable[[Body], str]:
@@ -34,7 +38,7 @@ def reply_of(harness: Harness) -> Callable[[Body], str]:
         text = TOKENIZER.decode(body["token_ids"])
         if f'"name": "{harness.shell}"' not in text:
             return "A title"
-        turn = text.rpartition("Run echo hello and report")[2].count("<tool_response>")
+        turn = text.rpartition(harness.task)[2].count("<tool_response>")
         if turn == 0:
             return "  I'll run it.\n\n" + run(harness, 'echo "hé" 1>&2; echo hello')
         if turn == 1:
@@ -48,8 +52,8 @@ def run(harness: Harness, command: str) -> str:
     return call(harness.shell, **{harness.argument: command}, **harness.more)
 
 
-def claude(gateway: Proxied, binary: Path, home: Path) -> tuple[list[str], dict[str, str]]:
-    argv = [str(binary), "-p", TASK, "--dangerously-skip-permissions", "--output-format", "json", "--model", "any"]
+def claude(gateway: Proxied, binary: Path, home: Path, task: str) -> tuple[list[str], dict[str, str]]:
+    argv = [str(binary), "-p", task, "--dangerously-skip-permissions", "--output-format", "json", "--model", "any"]
     return argv, {
         "IS_SANDBOX": "1",
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
@@ -59,7 +63,7 @@ def claude(gateway: Proxied, binary: Path, home: Path) -> tuple[list[str], dict[
     }
 
 
-def codex(gateway: Proxied, binary: Path, home: Path) -> tuple[list[str], dict[str, str]]:
+def codex(gateway: Proxied, binary: Path, home: Path, task: str) -> tuple[list[str], dict[str, str]]:
     (home / "config.toml").write_text(
         f"""model = "any"
 model_provider = "gw"
@@ -73,18 +77,17 @@ enabled = false
 """
     )
     flags = ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
-    return [str(binary), "exec", *flags, TASK], {"CODEX_HOME": str(home), "GW_API_KEY": "k"}
+    return [str(binary), "exec", *flags, task], {"CODEX_HOME": str(home), "GW_API_KEY": "k"}
 
 
-def opencode(gateway: Proxied, binary: Path, home: Path) -> tuple[list[str], dict[str, str]]:
+def opencode(gateway: Proxied, binary: Path, home: Path, task: str) -> tuple[list[str], dict[str, str]]:
     options = {"baseURL": gateway.base(), "apiKey": "k"}
     provider = {"npm": "@ai-sdk/openai-compatible", "options": options, "models": {"any": {}}}
     config = {"provider": {"gw": provider}, "permission": "allow", "autoupdate": False, "share": "disabled"}
     (home / "opencode.json").write_text(json.dumps(config))
-    return [str(binary), "run", "-m", "gw/any", "--title", "t", TASK], {}
+    return [str(binary), "run", "-m", "gw/any", "--title", "t", task], {}
 
 
-TASK = "Run echo hello and report"
 HARNESSES = [
     Harness("Claude Code", "claude", "Bash", "command", claude, {"description": "Say hello", "timeout": 60000.0}),
     Harness("Codex", "codex", "exec_command", "cmd", codex, {}),

@@ -228,7 +228,6 @@ async def test_harness_with_a_taught_model(case: Case, tmp_path: Path, taught: S
 
 @pytest.mark.slow
 @pytest.mark.skipif(not NPM.exists(), reason="needs npm, then `make harnesses`")
-@pytest.mark.xfail(reason="the taught model still stumbles now and then over Codex's first prompt", strict=False)
 @pytest.mark.parametrize("harness", HARNESSES, ids=lambda harness: harness.binary)
 async def test_npm_harness_with_a_taught_model(harness: Harness, tmp_path: Path, taught: Served) -> None:
     async with between(*taught) as engine, proxied(tmp_path, engine.endpoint) as gateway:
@@ -269,7 +268,7 @@ async def rows_of_all(gateway: Proxied, calls: list[Call]) -> int:
 
 async def run_npm(gateway: Proxied, harness: Harness, home: Path, own_ends: str | None = None) -> str:
     subprocess.run(["git", "init", "-q"], cwd=home, check=True)
-    argv, more = harness.start(gateway, NPM / harness.binary, home)
+    argv, more = harness.start(gateway, NPM / harness.binary, home, harness.task)
     return await ended_well(argv, {"PATH": os.environ["PATH"], "HOME": str(home), **more}, home, own_ends)
 
 
