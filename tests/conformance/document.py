@@ -59,7 +59,7 @@ def main(report: Path, *environments: Path) -> None:
     print(
         "training, with a tiny model that has been taught these answers: tool calls, their results, a final answer."
     )
-    print("SmolLM2 runs beside it, as a model that says what it likes.\n")
+    print("It is asked again where it slips. SmolLM2 runs beside it, as a model that says what it likes.\n")
     print("| harness | version | runs | how to connect | continuity of calls | with a real engine | known limits |")
     print("|---|---|---|---|---|---|---|")
     for name, (shown, package, connect, limits) in HARNESSES.items():
