@@ -82,9 +82,9 @@ def _train(run: "Run", stay: bool = False) -> Json:
         run.finish(result)
         report(console, result, run.folder)
         if stay and run.config.gateway.url is None:
-            console.print("The dashboard stays until Ctrl-C.")
-            _return_memory()
             with contextlib.suppress(KeyboardInterrupt):
+                _return_memory()
+                console.print("The dashboard stays until Ctrl-C.")
                 threading.Event().wait()
     return result
 
