@@ -76,14 +76,15 @@ async def test_streamed_and_whole_answers_are_equal(tmp_path: Path) -> None:
         assert all(c.delivered for c in await gateway.calls())
 
 
-async def test_too_long_a_prompt_is_the_context_overflow_that_harnesses_know(tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", [50, 500_000], ids=["rendered", "only counted"])
+async def test_too_long_a_prompt_is_the_context_overflow_that_harnesses_know(tmp_path: Path, words: int) -> None:
     async with (
         ScriptedEngine(TOKENIZER, ["x"], max_model_len=20) as engine,
         proxied(tmp_path, engine.endpoint(TINY)) as gateway,
     ):
         client = openai.AsyncOpenAI(base_url=gateway.base(), api_key="k")
         with pytest.raises(openai.BadRequestError) as caught:
-            await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "word " * 50}])
+            await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "word " * words}])
         assert caught.value.code == "context_length_exceeded"
         (call,) = await gateway.calls()
         assert (call.sampled_ids, call.trainable, call.untrainable_reason) == ([], False, "context_length_exceeded")

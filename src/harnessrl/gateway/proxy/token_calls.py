@@ -65,7 +65,11 @@ class TokenCall:
         chat = chat_of(self._services, self._context.mode, self._route, request)
         await self._context.attempt.rebuild_once(lambda attempt: self._rebuild(attempt, chat))
         if self._context.size > _COUNTED_BYTES:
-            await asyncio.to_thread(_check_length, chat, request, await self._limit())
+            try:
+                await asyncio.to_thread(_check_length, chat, request, await self._limit())
+            except ContextOverflow as error:
+                await self._keep_refused(chat, request, Prompt(np.zeros(0, dtype=np.int32), "first"), error)
+                raise
         prompt = await prompt_of(chat, self._context.attempt.memory, request)
         if prompt.confirms is not None:
             await self._store.set_delivered(prompt.confirms, True)
@@ -93,8 +97,7 @@ class TokenCall:
         try:
             how = plan(request, mode, fixed, len(prompt.ids), await self._limit(), chat.stop_ids, trainable)
         except RequestError as error:
-            sample = Sample(self._context.call_id, 0, chat, request, prompt, Plan({}, 1.0))
-            await self._services.keep(self._failed_record(sample, error), self._context.upstream)
+            await self._keep_refused(chat, request, prompt, error)
             raise
         if request.grammar is not None:
             if facts.get("owned_by") != "vllm":
@@ -195,6 +198,11 @@ class TokenCall:
         if isinstance(failure, EngineFailed):
             raise error from failure
         raise failure
+
+    async def _keep_refused(self, chat: Chat, request: ChatRequest, prompt: Prompt, error: RequestError) -> None:
+        """A call that no engine has seen is the harness's all the same: it says whose failure its end is."""
+        sample = Sample(self._context.call_id, 0, chat, request, prompt, Plan({}, 1.0))
+        await self._services.keep(self._failed_record(sample, error), self._context.upstream)
 
     def _failed_record(self, sample: "Sample", error: RequestError) -> CallRecord:
         record = self._record(sample)
