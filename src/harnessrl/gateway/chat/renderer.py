@@ -4,6 +4,7 @@ import json
 import re
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -108,6 +109,15 @@ _USABLE = frozenset({ToolCallParseStatus.OK, ToolCallParseStatus.INVALID_JSON})
 """With a name and arguments: an XML value that is not of its declared type is passed on as text."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """How a prompt has begun the answer."""
+
+    tail: list[int]
+    in_reasoning: bool
+    """It has begun the reasoning that the answer goes on with."""
+
+
 class Chat:
     """One model's way from messages to token ids and back. Safe to use from several threads."""
 
@@ -174,18 +184,21 @@ class Chat:
 
     def parse(self, sampled: Sequence[int], prompt: np.ndarray, tools: list[Json], call_id: str) -> Whole:
         """What was said. Blocks that hold no call stay in the content, as the model wrote them."""
-        parsed = self.renderer.parse_response(list(sampled), tools=tools or None, prompt_ids=self._tail(prompt))  # type: ignore[arg-type]
+        return self._parse(sampled, self._begun(prompt), tools, call_id)
+
+    def _parse(self, sampled: Sequence[int], begun: _Begun, tools: list[Json], call_id: str) -> Whole:
+        parsed = self.renderer.parse_response(list(sampled), tools=tools or None, prompt_ids=begun.tail)  # type: ignore[arg-type]
         reasoning = (parsed.reasoning_content or "").strip()
         calls: list[ToolCall] = []
         content = parsed.content
         if parsed.reasoning_complete is False:
-            content = content or self._text_before_open(sampled, prompt)
+            content = content or self._text_before_open(sampled, begun)
         elif not parsed.tool_calls:
-            text = self._text_after(reasoning, sampled, prompt)
+            text = self._text_after(reasoning, sampled, begun)
             if self._has_block(text) and not self._has_block(content):
                 return Whole(text, reasoning)
         if parsed.tool_calls and not self._segments:
-            text = self._text_after(reasoning, sampled, prompt)
+            text = self._text_after(reasoning, sampled, begun)
             if not tools:  # nothing was offered: what looks like a call is text
                 return Whole(text, reasoning)
             if content.strip():  # some families strip it where a block follows, and only there
@@ -200,57 +213,59 @@ class Chat:
                 content = f"{content}\n{raw}" if content else raw
         return Whole(content, reasoning, calls)
 
-    def _text_after(self, reasoning: str, sampled: Sequence[int], prompt: np.ndarray) -> str:
+    def _text_after(self, reasoning: str, sampled: Sequence[int], begun: _Begun) -> str:
         """All text but the reasoning."""
         text = self.text(sampled)
         if self._markers and self._markers.reasoning:
             opening, closing = self._markers.reasoning
-            if reasoning or self._in_reasoning(prompt) or text.lstrip().startswith(opening):
-                before = "" if self._in_reasoning(prompt) else text.partition(opening)[0]
+            if reasoning or begun.in_reasoning or text.lstrip().startswith(opening):
+                before = "" if begun.in_reasoning else text.partition(opening)[0]
                 _, closed, after = text.partition(closing)
                 found = [text.find(opener, len(before)) for opener, _ in self._markers.tools]
                 start = min((at for at in found if at >= 0), default=len(before))
                 text = before + (after if closed else text[start:])
-        return self._leading_space(text, prompt) + text.strip()
+        return self._leading_space(text, begun) + text.strip()
 
-    def _text_before_open(self, sampled: Sequence[int], prompt: np.ndarray) -> str:
+    def _text_before_open(self, sampled: Sequence[int], begun: _Begun) -> str:
         """What was said before the reasoning that the answer ends in."""
         if self._segments:
             closed = [*sampled, *self.tokenizer.encode(self._segments.ends[0])]
-            return self.renderer.parse_response(closed, prompt_ids=self._tail(prompt)).content
+            return self.renderer.parse_response(closed, prompt_ids=begun.tail).content
         if not self._markers or not self._markers.reasoning:
             return ""
         (opening, closing), text = self._markers.reasoning, self.text(sampled)
-        begins = self._in_reasoning(prompt) or text.lstrip().startswith(opening)
+        begins = begun.in_reasoning or text.lstrip().startswith(opening)
         return (text.partition(closing)[2] if begins else text).partition(opening)[0].strip()
 
     def _has_block(self, text: str) -> bool:
         return self._markers is not None and any(opener in text for opener, _ in self._markers.tools)
 
-    def _leading_space(self, text: str, prompt: np.ndarray) -> str:
+    def _leading_space(self, text: str, begun: _Begun) -> str:
         """What of it the family keeps in front of an answer, as it shows where no block follows."""
         space = text[: len(text) - len(text.lstrip())]
         if not space:
             return ""
         closing = self._markers.reasoning[1] if self._markers and self._markers.reasoning else ""
-        said = self.tokenizer.encode(f"{closing if self._in_reasoning(prompt) else ''}{space}x")
-        return self.renderer.parse_response(said, prompt_ids=self._tail(prompt)).content.removesuffix("x")
+        said = self.tokenizer.encode(f"{closing if begun.in_reasoning else ''}{space}x")
+        return self.renderer.parse_response(said, prompt_ids=begun.tail).content.removesuffix("x")
 
-    def _in_reasoning(self, prompt: np.ndarray) -> bool:
-        """Whether the prompt has begun the reasoning that the answer goes on with."""
-        probe = self.renderer.parse_response(self.tokenizer.encode("x"), prompt_ids=self._tail(prompt))
-        return bool(probe.reasoning_content)
+    def _begun(self, prompt: np.ndarray) -> _Begun:
+        tail = self._tail(prompt)
+        if not self._segments and not (self._markers and self._markers.reasoning):
+            return _Begun(tail, False)
+        probe = self.renderer.parse_response(self.tokenizer.encode("x"), prompt_ids=tail)
+        return _Begun(tail, bool(probe.reasoning_content))
 
     def stream(self, sampled: list[int], prompt: np.ndarray, tools: list[Json], call_id: str) -> StreamParser:
         """A parser of the text of `sampled`, a list that grows while it is used."""
+        begun = self._begun(prompt)
 
         def parse() -> Whole:
-            return self.parse(sampled, prompt, tools, call_id)
+            return self._parse(sampled, begun, tools, call_id)
 
         if self._segments:
-            return SegmentParser(self._segments, parse, self._in_reasoning(prompt), bool(tools))
-        in_reasoning = bool(self._markers and self._markers.reasoning) and self._in_reasoning(prompt)
-        return StreamParser(self._markers, parse, in_reasoning, bool(tools))
+            return SegmentParser(self._segments, parse, begun.in_reasoning, bool(tools))
+        return StreamParser(self._markers, parse, begun.in_reasoning, bool(tools))
 
     def forced_call(self, choice: str) -> list[int]:
         """Ids with which the assistant must begin so that it calls a tool: `required`, or the tool's name.
