@@ -167,7 +167,7 @@ def _from_template(text: str, claim: Claim, name: str) -> Json:
             raise StartError("`setup` and `evaluate` need a job_template with one container")
         agent = {**containers[0], "name": "agent"}
         common = {name: value for name, value in agent.items() if name not in ("name", "command", "args")}
-        _add_stages(job["spec"]["template"]["spec"], run, common, agent, claim)
+        _add_stages(pod, run, common, agent, claim)
     return job
 
 

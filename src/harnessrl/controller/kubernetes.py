@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -37,7 +37,7 @@ from harnessrl.controller.jobs import (
     timed_out,
     verdict,
 )
-from harnessrl.controller.local import shortened
+from harnessrl.controller.logs import shortened
 from harnessrl.controller.reconcile import StopReason
 from harnessrl.schemas import AttemptEnd, Claim, Json, Rollout
 
@@ -144,15 +144,22 @@ RIGHTS = {
 """What a controller does in its namespace: API group, resource and subresource, with the verbs."""
 
 
+@contextlib.contextmanager
+def _configured() -> Iterator[None]:
+    """ValueError where no cluster is configured."""
+    try:
+        yield
+    except config.ConfigException as error:
+        raise ValueError(f"no Kubernetes cluster is configured ({_brief(error)}): set KUBECONFIG") from None
+
+
 async def _connect(kubeconfig: str | None) -> client.ApiClient:
     settings = client.Configuration()
-    if kubeconfig or not os.environ.get("KUBERNETES_SERVICE_HOST"):
-        try:
+    with _configured():
+        if kubeconfig or not os.environ.get("KUBERNETES_SERVICE_HOST"):
             await config.load_kube_config(kubeconfig, client_configuration=settings)
-        except config.ConfigException as error:
-            raise ValueError(f"no Kubernetes cluster is configured ({_brief(error)}): set KUBECONFIG") from None
-    else:
-        config.load_incluster_config(client_configuration=settings)
+        else:
+            config.load_incluster_config(client_configuration=settings)
     return client.ApiClient(settings)
 
 
@@ -160,10 +167,8 @@ def current_namespace(kubeconfig: str | None = None) -> str:
     """The kubeconfig's, or `default`; ValueError if there is no kubeconfig."""
     if not kubeconfig and os.environ.get("KUBERNETES_SERVICE_HOST"):
         return Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace").read_text()
-    try:
+    with _configured():
         _, active = config.list_kube_config_contexts(kubeconfig)
-    except config.ConfigException as error:
-        raise ValueError(f"no Kubernetes cluster is configured ({_brief(error)}): set KUBECONFIG") from None
     return (active or {}).get("context", {}).get("namespace") or "default"
 
 
@@ -181,7 +186,7 @@ async def missing_rights(namespace: str, kubeconfig: str | None = None) -> list[
                     answer = await authorization.create_self_subject_access_review(review, _request_timeout=10)
                     if not answer.status.allowed:
                         missing.append(f"{verb} {resource}{'/' if subresource else ''}{subresource}")
-    except (*_LOST, config.ConfigException, client.ApiException) as error:
+    except (*_LOST, client.ApiException) as error:
         raise ValueError(f"no Kubernetes cluster answers ({_brief(error)}): see `kubectl config view`") from None
     return missing
 

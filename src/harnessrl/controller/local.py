@@ -27,16 +27,16 @@ import uuid
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, Self
 
 from harnessrl.controller.environment import StartError, mapped, model_environment, rendered, signal_name
 from harnessrl.controller.keeper import start_time
+from harnessrl.controller.logs import last_words, prune, shortened
 from harnessrl.controller.reconcile import StopReason
 from harnessrl.controller.warm import WarmServers, Warmth
 from harnessrl.schemas import AttemptEnd, Claim, FailureKind, Json, LocalRun, Rollout
 
 LOG_BYTES = 1 << 20
-LOGS_KEPT = 2000
 
 
 class WorkdirInUse(RuntimeError):
@@ -133,7 +133,7 @@ class LocalRunner:
         self.heartbeat()
         self._warm = WarmServers(self._workdir / "forkserver.log", frozenset({key} if key else ()))
         _raise_open_files()
-        _prune(self._workdir / "logs")
+        prune(self._workdir / "logs")
 
     def accepts(self, rollout: Rollout) -> bool:
         return rollout.config.local is not None
@@ -161,9 +161,8 @@ class LocalRunner:
                 "event_url": own["AGL_EVENT_URL"],
                 "warmth": astuple(warmth),
             }
-            if log.exists() or folder.exists():  # of a rollout that was deleted and made again under its old id
-                log.unlink(missing_ok=True)
-                _remove(folder)
+            log.unlink(missing_ok=True)  # of a rollout that was deleted and made again under its old id
+            _remove(folder)
             folder.mkdir(mode=0o700)
             (folder / "work").mkdir()
             new = folder / "spec.new"
@@ -302,21 +301,9 @@ def _judged(end: dict[str, Any], log: Path) -> AttemptEnd:
         message = f"{who} was killed by {signal_name(end['signal'])}"
         return AttemptEnd(ok=False, error_message=message, failure_kind=kind)
     if end["code"]:
-        message = f"{who} exited with code {end['code']}{_last_words(log)}"
+        message = f"{who} exited with code {end['code']}{last_words(log)}"
         return AttemptEnd(ok=False, error_message=message, failure_kind=kind)
     return AttemptEnd(ok=True)
-
-
-def _last_words(log: Path) -> str:
-    """The last line of a log, which in most languages is the error."""
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
-            lines = file.read().decode(errors="replace").split("\n")
-    except FileNotFoundError:
-        return ""
-    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-    return f": {last[:200]}" if last else ""
 
 
 async def _exited(pid: int, start: int) -> None:
@@ -339,18 +326,6 @@ async def _exited(pid: int, start: int) -> None:
 def _resolve(future: "asyncio.Future[None]") -> None:
     if not future.done():
         future.set_result(None)
-
-
-def shortened(file: BinaryIO, limit: int) -> str:
-    """The beginning and the end of a file."""
-    size = file.seek(0, os.SEEK_END)
-    file.seek(0)
-    if size <= limit:
-        return file.read().decode(errors="replace")
-    head = file.read(limit // 4)
-    file.seek(size - limit * 3 // 4)
-    gap = f"\n[… {size - limit} bytes left out …]\n"
-    return head.decode(errors="replace") + gap + file.read().decode(errors="replace")
 
 
 _STATES = ("state.jsonl", "spec.json")
@@ -400,10 +375,3 @@ def _kept_name(path: Path) -> str:
 def _raise_open_files() -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def _prune(logs: Path) -> None:
-    """Keep the newest logs only."""
-    files = sorted(logs.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
-    for path in files[LOGS_KEPT:]:
-        path.unlink()
