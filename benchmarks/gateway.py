@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -170,6 +171,23 @@ def streams(bench: Bench) -> Row:
     return Row(f"{count} streams of {tokens // 5} s at once", "refused", 1.0, cores, "cores")
 
 
+def stall(bench: Bench) -> Row:
+    """Longest wait of a small request beside 50 MB, which are refused, and bodies just under the limit."""
+    bench.register("500x100")
+    (url,) = bench.rollouts(1)
+    text = orjson.dumps({"messages": [{"role": "user", "content": "def f(x):\n\treturn 'é' + x\n" * 500_000}]})
+    bodies = [b"x" * 50_000_000, text, b'{"messages":[' + b"[]," * 5_000_000 + b"0]}"]
+    worst = 0.0
+    with ThreadPoolExecutor(1) as pool, httpx.Client(timeout=60) as client:
+        for body in bodies:
+            answering = pool.submit(client.post, url, content=body)
+            while not answering.done():
+                begun = time.perf_counter()
+                bench.api.get("/healthz").raise_for_status()
+                worst = max(worst, time.perf_counter() - begun)
+    return Row("a request beside bodies of 50 and 16 MB waits", "", 100, worst * 1000, "ms")
+
+
 def listing(bench: Bench) -> Row:
     batch = [{"input": {"prompt": "What is 1+1? " * 10, "data_id": str(i)}} for i in range(1000)]
     for _ in range(20 if bench.quick else 100):
@@ -225,7 +243,7 @@ def main() -> None:
         bench = Bench(gateway_process, gateway_url, engine_url, api, options.quick)
         rows = [row for size in SIZES for row in cost(bench, size)]
         rows += [added_latency(bench, size) for size in SIZES]
-        rows += [storage(bench, store), at_once(bench), streams(bench), listing(bench)]
+        rows += [storage(bench, store), at_once(bench), streams(bench), stall(bench), listing(bench)]
     if options.json:
         print(json.dumps([asdict(row) for row in rows]))
         return
