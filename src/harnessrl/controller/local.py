@@ -80,8 +80,9 @@ class LocalAttempt:
     def stop(self, reason: StopReason, at_once: bool = False) -> None:
         self._stopped = self._stopped or reason
         if self._keeper and start_time(self._keeper["pid"]) == self._keeper["start"]:
-            os.kill(self._keeper["pid"], signal.SIGINT if at_once else signal.SIGTERM)
-            os.kill(self._keeper["pid"], signal.SIGCONT)  # the agent may have stopped it
+            with contextlib.suppress(ProcessLookupError):  # it may end at any moment
+                os.kill(self._keeper["pid"], signal.SIGCONT)  # the agent may have stopped it
+                os.kill(self._keeper["pid"], signal.SIGINT if at_once else signal.SIGTERM)
 
     async def wait(self) -> AttemptEnd:
         """Until the agent and all its descendants are gone."""
