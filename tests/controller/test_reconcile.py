@@ -98,6 +98,7 @@ def test_an_id_that_is_used_again_waits_for_its_predecessor(gateway: Gateway, st
     assert gateway.ask(get_events("again", "log"))[0].data["text"] == "once\n"
 
 
+@pytest.mark.slow
 def test_agents_of_a_killed_controller_are_adopted(gateway: Gateway, start: Start, tmp_path: Path) -> None:
     """Commands that go on, agents that end while nobody watches, and a timeout that is still kept."""
     mark = uuid.uuid4().hex
@@ -170,6 +171,7 @@ def test_two_controllers_run_each_rollout_once(gateway: Gateway, start: Start) -
     assert rewards == {1: 60}
 
 
+@pytest.mark.slow
 def test_a_hung_controllers_rollouts_go_to_another(gateway: Gateway, start: Start) -> None:
     mark = uuid.uuid4().hex
     hung = start("--lease-seconds", "2", workdir="one")
@@ -185,6 +187,7 @@ def test_a_hung_controllers_rollouts_go_to_another(gateway: Gateway, start: Star
     gateway.ended(rollout)
 
 
+@pytest.mark.slow
 def test_ends_reach_a_gateway_that_was_away(gateway: Gateway, start: Start) -> None:
     mark = uuid.uuid4().hex
     start()
@@ -199,6 +202,7 @@ def test_ends_reach_a_gateway_that_was_away(gateway: Gateway, start: Start) -> N
     assert gateway.ended(after).status.state == "succeeded"
 
 
+@pytest.mark.slow
 def test_agents_go_on_while_a_gateway_hangs(gateway: Gateway, start: Start) -> None:
     start("--lease-seconds", "1.5")
     mark = uuid.uuid4().hex
@@ -249,6 +253,7 @@ def engine(gateway: Gateway) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("engine")
+@pytest.mark.slow
 def test_waiting_for_an_update_is_not_counted(gateway: Gateway, start: Start) -> None:
     start()
     gateway.ask(pause(Pause(reason="an update")))

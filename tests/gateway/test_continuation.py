@@ -298,7 +298,7 @@ WORDS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=
 
 
 @pytest.mark.parametrize("name", ALL_NAMES)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(turns=st.lists(st.tuples(WORDS, WORDS, st.booleans()), min_size=2, max_size=4))
 def test_continued_prompts_are_what_the_engine_has_seen(name: str, turns: list[tuple[str, str, bool]]) -> None:
     """For any conversation: each prompt is all that was sampled, then what the family renders behind an answer."""

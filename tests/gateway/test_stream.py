@@ -70,7 +70,7 @@ def test_every_renderer_is_tested() -> None:
 
 
 @pytest.mark.parametrize("name", ALL_NAMES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(data=st.data(), sizes=st.lists(st.integers(1, 7), max_size=30), tools=st.booleans())
 def test_joined_stream_is_the_parsed_whole(name: str, data: st.DataObject, sizes: list[int], tools: bool) -> None:
     joined, whole = streamed(name, data.draw(texts(name)), sizes, TOOLS if tools else [], [])
@@ -79,7 +79,7 @@ def test_joined_stream_is_the_parsed_whole(name: str, data: st.DataObject, sizes
     assert joined.tool_calls == whole.tool_calls
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(text=texts("chatml"), sizes=st.lists(st.integers(1, 7), max_size=30))
 def test_a_stop_sequence_cuts_the_stream_and_the_whole_alike(text: str, sizes: list[int]) -> None:
     joined, whole = streamed("chatml", text, sizes, [], ["o w", "\n\n", "日"])
